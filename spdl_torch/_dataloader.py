@@ -1,0 +1,246 @@
+"""The face: torch's `DataLoader`, its arguments and a few more."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ._assembly import CallerIterator, ThreadIterator
+from ._dataset import collate_of
+from ._pipeline import EventLoop
+
+__all__ = ["DataLoader"]
+
+SampleT_co = TypeVar("SampleT_co", covariant=True)
+
+_ADVICE = {
+    "timeout option": "Leave it at 0 to wait for a batch without limit.",
+    "prefetch_factor option should be": "Leave it out for the default of 2.",
+    "sampler option is mutually exclusive with shuffle": (
+        "Leave out shuffle: the sampler decides the order."
+    ),
+    "batch_sampler option is mutually exclusive": (
+        "Leave those out: the batch sampler decides all of them."
+    ),
+    "mutually exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
+    "expected unspecified shuffle": "Shuffle in the dataset's __iter__.",
+    "expected unspecified sampler": "An iterable dataset decides its order in __iter__.",
+    "expected unspecified batch_sampler": (
+        "Pass batch_size, or batch in the dataset's __iter__ and pass batch_size=None."
+    ),
+}
+"""What to do about the errors of torch that only say what is wrong, by some of their words."""
+
+
+_OF_MAP_STYLE = ("num_io_workers", "num_cpu_workers", "preprocess_executor")
+_OF_THREADS = (*_OF_MAP_STYLE, "buffer_size", "copy_dataset")
+
+
+class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
+    """torch's `DataLoader` with its workers as staged threads in one process.
+
+    Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default, and
+    these, by keyword:
+
+    Args:
+        worker_method: ``"thread"``, or ``"multiprocessing"`` for torch's own worker processes.
+        num_io_workers: how many samples the load stage works on at a time, where the dataset has
+            one (`StagedDataset`). Default: twice `num_workers`, at least 8.
+        num_cpu_workers: how many threads preprocess and collate. Default: `num_workers`.
+        buffer_size: how many batches may be in flight. Default: ``prefetch_factor * num_workers``
+            as in torch, or more where the load stage needs it to have its workers busy.
+        preprocess_executor: a `concurrent.futures.Executor` that preprocesses the samples, for
+            code that holds the GIL. It stays yours: the loader does not shut it down.
+        copy_dataset: give every worker thread its own copy of a map-style dataset, made by
+            pickling, for datasets that are not thread-safe. Iterable datasets are always copied.
+
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[SampleT_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        worker_method: Literal["thread", "multiprocessing"] = "thread",
+        num_io_workers: int | None = None,
+        num_cpu_workers: int | None = None,
+        buffer_size: int | None = None,
+        preprocess_executor: Executor | None = None,
+        copy_dataset: bool = False,
+    ) -> None:
+        self.worker_method = worker_method
+        self.num_io_workers = num_io_workers
+        self.num_cpu_workers = num_cpu_workers
+        self.buffer_size = buffer_size
+        self.preprocess_executor = preprocess_executor
+        self.copy_dataset = copy_dataset
+        self._event_loop = EventLoop()
+        self._iterators: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
+        self._is_closed = False
+        self._check(dataset, num_workers, prefetch_factor)
+        if collate_fn is None and (batch_size is not None or batch_sampler is not None):
+            collate_fn = collate_of(dataset)
+        try:
+            super().__init__(
+                dataset,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                num_workers=num_workers,
+                collate_fn=collate_fn,
+                pin_memory=pin_memory,
+                drop_last=drop_last,
+                timeout=timeout,
+                worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context,
+                generator=generator,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device,
+                in_order=in_order,
+            )
+        except ValueError as error:
+            raise ValueError(_with_advice(str(error))) from None
+
+    def _check(self, dataset: Any, num_workers: Any, prefetch_factor: Any) -> None:
+        # What torch does not check, or only when it is too late.
+        if self.worker_method not in ("thread", "multiprocessing"):
+            raise ValueError(
+                f'worker_method must be "thread" or "multiprocessing", got {self.worker_method!r}.'
+            )
+        if not isinstance(num_workers, int):
+            raise TypeError(
+                f"num_workers must be an int, got {num_workers!r}. "
+                "Use num_workers=0 to load in the calling thread."
+            )
+        if num_workers > 0 and prefetch_factor == 0:
+            raise ValueError(
+                "prefetch_factor must be at least 1, got 0. Leave it out for the default of 2, "
+                "or set num_workers=0 to load in the calling thread."
+            )
+        for name in ("num_io_workers", "num_cpu_workers", "buffer_size"):
+            _check_count(name, getattr(self, name))
+        given = [name for name in _OF_THREADS if getattr(self, name)]
+        if given and num_workers == 0:
+            raise ValueError(
+                f"{given[0]} is for worker threads, but num_workers=0 loads in the calling thread. "
+                f"Set num_workers to 1 or more, or leave out {given[0]}."
+            )
+        if given and self.worker_method == "multiprocessing":
+            raise ValueError(
+                f'{given[0]} is for worker threads, but worker_method is "multiprocessing". '
+                f"Leave out one of them."
+            )
+        of_map_style = [name for name in given if name in _OF_MAP_STYLE]
+        if of_map_style and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{of_map_style[0]} is for map-style datasets; an IterableDataset is loaded by "
+                f"num_workers threads, each with its own iterator. Leave out {of_map_style[0]}."
+            )
+        if self.preprocess_executor is not None and not hasattr(self.preprocess_executor, "submit"):
+            raise TypeError(
+                "preprocess_executor must be a concurrent.futures.Executor, such as "
+                f"ProcessPoolExecutor(4), got {self.preprocess_executor!r}."
+            )
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        if self._is_closed:
+            raise RuntimeError("this DataLoader is closed. Make a new one to iterate again.")
+        # A persistent iterator may have been closed by an error in a worker's set-up, or belong
+        # to the process that this one was forked from.
+        if isinstance(self._iterator, ThreadIterator) and not self._iterator.is_usable:
+            self._iterator = None
+        return super().__iter__()
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return CallerIterator(self)
+        if self.worker_method == "multiprocessing":
+            return super()._get_iterator()
+        iterator = ThreadIterator(self)
+        self._iterators.add(iterator)
+        return iterator
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn about more workers than can be of use."""
+        if self.worker_method == "multiprocessing":
+            super().check_worker_number_rationality()
+            return
+        # Threads that wait for I/O are cheap, so there may be far more of them than cores.
+        num_cores = torch._utils.cpu_count() or 1
+        most = max(64, 16 * num_cores)
+        if self.num_workers > most:
+            warnings.warn(
+                f"This DataLoader will create {self.num_workers} worker threads on {num_cores} "
+                "cores. Please be aware that excessive worker creation might get DataLoader "
+                "running slow or even freeze, lower the worker number to avoid potential "
+                f"slowness/freeze if necessary. Up to {most} can be of use for samples that wait "
+                "for I/O, about one per core for the others.",
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """End all workers of this loader, for good: its iterators raise, there are no new ones."""
+        self._is_closed = True
+        for iterator in list(self._iterators):
+            iterator._shutdown_workers()
+        self._iterator = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads do not travel; the copy starts its own.
+        return self.__dict__ | {"_iterator": None, "_iterators": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_iterators": weakref.WeakSet()})
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}. Leave it out for the default.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}. Leave it out for the default.")
+
+
+def _with_advice(message: str) -> str:
+    for words, advice in _ADVICE.items():
+        if words in message:
+            return f"{message.rstrip('. ')}. {advice}"
+    return message

@@ -1,0 +1,112 @@
+"""A worker's own copy of a dataset."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import pickle
+import threading
+import types
+import warnings
+from multiprocessing import queues, synchronize
+from multiprocessing.managers import BaseProxy
+from multiprocessing.sharedctypes import SynchronizedBase
+from typing import Any
+
+from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
+
+__all__ = ["DatasetCopies", "of_copy"]
+
+_SHARED_TYPES = (
+    # What cannot change needs no copy, and pickle would look for its name.
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    # What is made for sharing is shared, as it is between worker processes.
+    synchronize.SemLock,
+    synchronize.Condition,
+    synchronize.Event,
+    synchronize.Barrier,
+    SynchronizedBase,
+    ctypes._SimpleCData,
+    ctypes.Array,
+    queues.Queue,
+    queues.SimpleQueue,
+    BaseProxy,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
+
+
+class DatasetCopies:
+    """Copies of one dataset as it is now, as worker processes would get them: made by pickling.
+
+    The pickle is made once, in the caller's thread; each worker makes its copy from it. A dataset
+    that cannot be pickled raises or, with `or_shallow`, warns and is copied one level deep.
+    """
+
+    def __init__(self, dataset: Any, *, or_shallow: bool) -> None:
+        self._wrapper = None
+        if isinstance(dataset, _DataPipeSerializationWrapper):
+            # torch's wrapper pickles by itself, in a way that knows nothing of shared objects.
+            self._wrapper = type(dataset)
+            dataset = dataset._datapipe  # type: ignore[attr-defined]
+        self._dataset = dataset
+        self._shared: list[Any] = []
+        self._pickle: bytes | None = None
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self._shared).dump(dataset)
+        except Exception as error:
+            message = (
+                f"{type(dataset).__name__} cannot be copied for each worker: {error}. Open what "
+                "cannot be copied when it is first used, or leave it out in __getstate__, or use "
+                'worker_method="multiprocessing".'
+            )
+            if not or_shallow:
+                raise TypeError(message) from error
+            warnings.warn(
+                f"{message} Until then the workers' copies share all attributes.", stacklevel=2
+            )
+        else:
+            self._pickle = file.getvalue()
+
+    def make(self) -> Any:
+        if self._pickle is None:
+            dataset = copy.copy(self._dataset)
+        else:
+            dataset = _Unpickler(io.BytesIO(self._pickle), self._shared).load()
+        return dataset if self._wrapper is None else self._wrapper(dataset)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+        self._positions: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, _SHARED_TYPES):
+            return None
+        position = self._positions.setdefault(id(obj), len(self._shared))
+        if position == len(self._shared):
+            self._shared.append(obj)
+        return position
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._shared[pid]
+
+
+def of_copy(function: Any, dataset: Any, dataset_copy: Any) -> Any:
+    """The function, or the copy's method where it is a method of the dataset that was copied."""
+    if getattr(function, "__self__", None) is dataset and dataset is not dataset_copy:
+        return getattr(dataset_copy, function.__name__)
+    return function

@@ -1,0 +1,35 @@
+"""The engine: threads, slots and windows. It knows no tensors, only the standard library.
+
+The consumer's thread draws the indices of a batch and opens a `Record` with a slot for each
+sample. Stages fill the slots, in any order, and whoever settles the last one has the batch
+made. At most `capacity` records are open at a time (`Window`). `Pipeline` owns all threads.
+
+What makes this right, in one place:
+
+* Nothing polls. A worker waits in its queue's `get`, the consumer waits for its `Signal`, and
+  whoever changes what they wait for wakes them: a task, a finished record, or `close`.
+* No value of the user's has a meaning here: `None` is a sample like any other.
+* A record is finished exactly once, because exactly one caller of `Record.settle` is the last.
+* An exception belongs to its record. It never ends a worker, and the next record is not harmed.
+* A record knows its epoch (through its signal). An abandoned epoch's leftovers are passed over, so
+  nothing of it reaches the next.
+* Closing takes no lock and blocks on nothing but the join, so a finaliser may close from anywhere.
+"""
+
+from ._async_stage import AsyncStage
+from ._event_loop import EventLoop
+from ._executor_stage import ExecutorStage
+from ._iterable_stage import IterableStage
+from ._pipeline import Pipeline
+from ._stages import ThreadStage
+from ._window import NotInTime
+
+__all__ = [
+    "AsyncStage",
+    "EventLoop",
+    "ExecutorStage",
+    "IterableStage",
+    "NotInTime",
+    "Pipeline",
+    "ThreadStage",
+]

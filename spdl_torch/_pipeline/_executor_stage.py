@@ -1,0 +1,220 @@
+"""The stage that runs in somebody else's workers: any `concurrent.futures.Executor`."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import threading
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import CancelledError, Executor, Future
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from ._record import Record
+from ._stages import CollateStage, GroupSize, Operation, note_origin, without_our_frame
+
+__all__ = ["ExecutorStage"]
+
+_MAX_HOOKS_KEPT: Final = 4
+_hooks: OrderedDict[bytes, Operation] = OrderedDict()
+"""In an executor's worker: the hooks it has been sent, latest last."""
+
+
+class _Task(NamedTuple):
+    record: Record
+    first: int
+    last: int
+
+
+class _Filled(NamedTuple):
+    """What an executor's worker gives back for some slots."""
+
+    samples: Any
+    seconds: float
+
+
+class ExecutorStage:
+    """A stage that hands its samples to an executor.
+
+    The hook, with the dataset it belongs to, may be large: it must travel once to each of the
+    executor's workers, and an executor does not let us speak to a particular one. So a task names
+    its hook by the digest of its pickle. A worker that has not got it says so, and the task goes
+    round once more, now carrying the hook; at most one such carrier is under way at any time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        hook: Operation,
+        *,
+        is_first: bool,
+        takes_whole_batch: bool,
+        collate_stage: CollateStage,
+    ) -> None:
+        self._name = name
+        self._executor = executor
+        self._pickled_hook = pickle.dumps(hook, protocol=pickle.HIGHEST_PROTOCOL)
+        self._digest = hashlib.sha256(self._pickled_hook).digest()
+        self._is_first = is_first
+        self._takes_whole_batch = takes_whole_batch
+        self._collate_stage = collate_stage
+        # A hand-over between processes costs some hundred microseconds.
+        self._group_size = GroupSize(seconds=0.01)
+        self._lock = threading.Lock()
+        self._held_back: deque[_Task] = deque()
+        self._carrier_is_under_way = False
+        self._hook_has_arrived = False
+        self._futures: set[Future[Any]] = set()
+
+    # -- lifetime: the workers are not ours, only what we asked of them is -----------------------
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return []
+
+    def start(self) -> None:
+        pass
+
+    def wait_until_set_up(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        """Take back what the executor has not begun."""
+        for future in list(self._futures):
+            future.cancel()
+
+    def close(self) -> None:
+        self.abandon()
+
+    # -- how work enters -----------------------------------------------------------------------
+
+    def open(self, records: list[Record]) -> int:
+        for record in records:
+            if record.indices:
+                self.put(record, 0, len(record.indices))
+            else:
+                self._collate_stage.collate(record)
+        return len(records)
+
+    def num_samples_per_task(self) -> int:
+        return 1
+
+    def put(self, record: Record, first: int, last: int) -> None:
+        size = last - first if self._takes_whole_batch else self._group_size.num_samples()
+        for start in range(first, last, size):
+            task = _Task(record, start, min(start + size, last))
+            with self._lock:
+                if not self._hook_has_arrived and self._carrier_is_under_way:
+                    self._held_back.append(task)
+                    continue
+                carries_hook = not self._hook_has_arrived
+                self._carrier_is_under_way |= carries_hook
+            self._submit(task, carries_hook)
+
+    def _submit(self, task: _Task, carries_hook: bool) -> None:
+        record, first, last = task
+        if self._takes_whole_batch:
+            inputs = record.drawn
+        else:
+            inputs = (record.indices if self._is_first else record.slots)[first:last]
+        try:
+            future = self._executor.submit(
+                _run_hook,
+                self._digest,
+                self._pickled_hook if carries_hook else None,
+                inputs,
+                self._takes_whole_batch,
+            )
+        except BaseException as error:  # A broken or closed executor refuses at once.
+            self._fail(task, without_our_frame(error))
+            if carries_hook:
+                self._release_held_back()
+            return
+        self._futures.add(future)
+        future.add_done_callback(partial(self._on_done, task, carries_hook))
+
+    # -- what happens when the executor answers; runs in one of its threads ----------------------
+
+    def _on_done(self, task: _Task, carried_hook: bool, future: Future[Any]) -> None:
+        self._futures.discard(future)
+        if not task.record.is_abandoned:
+            try:
+                self._settle(task, future)
+            except BaseException as error:
+                # concurrent.futures would log this and go on; the consumer would wait for ever.
+                task.record.fail(task.first, error)
+                task.record.finish()
+                task.record.signal.set()
+        if carried_hook:
+            self._release_held_back()
+
+    def _settle(self, task: _Task, future: Future[Any]) -> None:
+        record, first, last = task
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is not None:
+            self._fail(task, error)
+            return
+        filled: _Filled | None = future.result()
+        if filled is None:
+            with self._lock:
+                if self._carrier_is_under_way:
+                    self._held_back.append(task)
+                    return
+                self._carrier_is_under_way = True
+            self._submit(task, carries_hook=True)
+            return
+        if self._takes_whole_batch:
+            record.slots = filled.samples
+        else:
+            record.slots[first:last] = filled.samples
+            self._group_size.observe(last - first, filled.seconds)
+        if record.settle(last - first):
+            self._collate_stage.collate(record)
+
+    def _fail(self, task: _Task, error: BaseException) -> None:
+        record, first, last = task
+        slot = None if self._takes_whole_batch else first + getattr(error, _OFFSET, 0)
+        note_origin(error, self._name, record, slot)
+        record.fail(slot or 0, error)
+        if record.settle(last - first):
+            self._collate_stage.collate(record)
+
+    def _release_held_back(self) -> None:
+        with self._lock:
+            self._carrier_is_under_way = False
+            self._hook_has_arrived = True
+            tasks = list(self._held_back)
+            self._held_back.clear()
+        for task in tasks:
+            if not task.record.is_abandoned:
+                self._submit(task, carries_hook=False)
+
+
+_OFFSET: Final = "_spdl_torch_offset"
+"""On an exception from an executor's worker: at which of its samples it was raised."""
+
+
+def _run_hook(
+    digest: bytes, pickled_hook: bytes | None, inputs: Any, takes_whole_batch: bool
+) -> _Filled | None:
+    """Runs in the executor's worker. None: send me the hook."""
+    hook = _hooks.get(digest)
+    if hook is None:
+        if pickled_hook is None:
+            return None
+        hook = _hooks[digest] = pickle.loads(pickled_hook)
+        while len(_hooks) > _MAX_HOOKS_KEPT:
+            _hooks.popitem(last=False)
+    started = time.perf_counter()
+    if takes_whole_batch:
+        return _Filled(hook(inputs), time.perf_counter() - started)
+    samples: list[Any] = []
+    try:
+        for sample in inputs:
+            samples.append(hook(sample))  # noqa: PERF401 (an error must not take the count with it)
+    except BaseException as error:
+        setattr(error, _OFFSET, len(samples))
+        raise
+    return _Filled(samples, time.perf_counter() - started)

@@ -1,0 +1,122 @@
+"""The stage of iterable datasets: each worker makes whole batches of its own iterator."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ._record import Record
+from ._signal import Signal
+from ._stages import Operation, without_our_frame
+from ._workers import Work, Workers
+
+__all__ = ["IterableStage"]
+
+OpenEpoch = Callable[[], Operation]
+"""Starts a worker's iterator afresh. Gives the function that draws the samples of one batch from
+it, and raises StopIteration when there are none left."""
+
+SetUpIterable = Callable[[int], tuple[OpenEpoch, Operation]]
+"""Runs in the worker's thread; gives the worker its iterator and its collate function."""
+
+
+class IterableStage:
+    """A stage whose workers each have a queue and an iterator of their own.
+
+    Batches are asked of the workers in turn, and a worker that has nothing left is passed over.
+    When it is found out does not matter: what it is asked after its end comes back exhausted.
+    """
+
+    def __init__(self, name: str, width: int, set_up: SetUpIterable) -> None:
+        self._workers = [_IterableWorker(name, worker_id, set_up) for worker_id in range(width)]
+        self._signal: Signal | None = None
+        self._rotation: deque[_IterableWorker] = deque()
+
+    # -- lifetime ----------------------------------------------------------------------------
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return [thread for worker in self._workers for thread in worker.thread.threads]
+
+    def start(self) -> None:
+        for worker in self._workers:
+            worker.thread.start()
+
+    def wait_until_set_up(self) -> None:
+        for worker in self._workers:
+            worker.thread.wait_until_set_up()
+
+    def abandon(self) -> None:
+        pass  # The workers pass over the tasks of an abandoned batch.
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.thread.close()
+
+    # -- how work enters; runs in the consumer's thread ------------------------------------------
+
+    def open(self, records: list[Record]) -> int:
+        for position, record in enumerate(records):
+            if record.signal is not self._signal:  # A new epoch.
+                self._signal = record.signal
+                self._rotation = deque(self._workers)
+            while self._rotation and self._rotation[0].exhausted_in is record.signal:
+                self._rotation.popleft()
+            if not self._rotation:
+                return position
+            self._rotation[0].thread.put(record)
+            self._rotation.rotate(-1)
+        return len(records)
+
+    def num_samples_per_task(self) -> int:
+        return 1
+
+
+class _IterableWorker:
+    """One worker and where it is in its iterator."""
+
+    def __init__(self, name: str, worker_id: int, set_up: SetUpIterable) -> None:
+        self._name = name
+        self._set_up = set_up
+        self._signal: Signal | None = None
+        self._draw: Operation | None = None
+        self.exhausted_in: Signal | None = None
+        """The epoch in which this worker has nothing left, known by its signal."""
+        self.thread = Workers(name, [worker_id], self._set_up_worker)
+
+    def _set_up_worker(self, worker_id: int) -> Work:
+        open_epoch, collate = self._set_up(worker_id)
+
+        def work(record: Record) -> None:
+            if not record.is_abandoned:
+                record.finish(self._make_batch(record, open_epoch, collate))
+                record.signal.set()
+
+        return work
+
+    def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:
+        stage = self._name
+        try:
+            if record.signal is not self._signal:
+                self._signal, self._draw = record.signal, None
+                self._draw = open_epoch()
+            samples = self._draw_samples(record)
+            if not record.is_exhausted:
+                stage = "collate"
+                return collate(samples)
+        except BaseException as error:
+            error.add_note(f"spdl_torch: raised in the {stage} stage for batch {record.number}")
+            record.fail(0, without_our_frame(error))
+        return None
+
+    def _draw_samples(self, record: Record) -> Any:
+        try:
+            if self._draw is not None:  # None: it could not be opened, which has been reported.
+                return self._draw(record.drawn)
+        except StopIteration:
+            self._draw = None
+        self.exhausted_in = record.signal
+        record.is_exhausted = True
+        return None

@@ -1,0 +1,98 @@
+"""One batch in flight."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ._signal import Signal
+
+__all__ = ["Record"]
+
+
+class Record:
+    """One batch in flight: a slot for each of its samples, in the order they have in the batch.
+
+    Workers fill the slots in any order; order belongs to the slots, so nothing is ever sorted.
+    A slot is *settled* when nothing more will happen to it: it holds its finished sample, or its
+    sample has failed. Whoever settles the last slot sees to it that the batch is made.
+    """
+
+    __slots__ = (
+        "_failed_slot",
+        "_lock",
+        "_num_unsettled",
+        "batch",
+        "drawn",
+        "error",
+        "indices",
+        "is_exhausted",
+        "is_finished",
+        "number",
+        "signal",
+        "slots",
+    )
+
+    def __init__(self, number: int, drawn: Any, indices: list[Any], signal: Signal) -> None:
+        self.number = number
+        self.drawn = drawn
+        """What the sampler drew, unchanged: a whole-batch operation gets this object."""
+        self.indices = indices
+        """One index for each slot."""
+        self.slots: Any = [None] * len(indices)
+        self.batch: Any = None
+        self.error: BaseException | None = None
+        self.is_finished = False
+        self.is_exhausted = False
+        """There was nothing left to make this batch of (iterable datasets)."""
+        self._num_unsettled = len(indices)
+        self._failed_slot = len(indices)
+        self.signal = signal
+        self._lock = threading.Lock()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Nobody waits for this batch any more."""
+        return self.signal.is_closed
+
+    def settle(self, num_slots: int) -> bool:
+        """Settle some slots; true for the one caller that settles the last."""
+        with self._lock:
+            self._num_unsettled -= num_slots
+            return self._num_unsettled == 0
+
+    def fail(self, slot: int, error: BaseException) -> None:
+        """Let the batch end in this error, unless a sample before this one has failed too.
+
+        The batch is not cut short: with the sample of the lowest slot reporting, the error does
+        not depend on which worker was quicker.
+        """
+        if isinstance(error, StopIteration):
+            # Raised out of __next__ it would end the training loop as if the epoch were over.
+            cause = error
+            error = RuntimeError(f"the dataset raised {cause!r} where a sample was expected")
+            error.__cause__ = cause
+            error.__notes__ = getattr(cause, "__notes__", [])
+        with self._lock:
+            if self.error is None or slot < self._failed_slot:
+                self.error = error
+                self._failed_slot = slot
+
+    def finish(self, batch: Any = None) -> None:
+        """Leave the batch, or its error, for the consumer. The `signal` is still to be set."""
+        self.batch = batch
+        self.slots = None
+        # Last: whoever sees the flag must see everything above.
+        self.is_finished = True
+
+    def take(self) -> Any:
+        """Give the batch away, or raise the error it ended in; the record keeps neither."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            try:
+                raise error
+            finally:
+                # The traceback holds this frame; without this the frame would hold the error.
+                del error
+        batch, self.batch = self.batch, None
+        return batch

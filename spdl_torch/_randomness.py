@@ -1,0 +1,54 @@
+"""Random numbers in workers that leave the training loop's generators alone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils.worker import _generate_state
+
+__all__ = ["as_in_worker_process"]
+
+_global_generators = threading.Lock()
+
+
+@contextlib.contextmanager
+def as_in_worker_process(base_seed: int, worker_id: int) -> Iterator[None]:
+    """Seed the process-wide generators as in torch's worker process, and put them back afterwards.
+
+    A `worker_init_fn` may seed or draw from `random`, `numpy.random` and `torch`, which belong to
+    the training loop when the worker is a thread. One worker at a time: the generators are shared.
+    """
+    with _global_generators:
+        python_state = random.getstate()
+        numpy_state = np.random.get_state()
+        torch_state = torch.get_rng_state()
+        device_state = _device_state()
+        try:
+            random.seed(base_seed + worker_id)
+            np.random.seed(_generate_state(base_seed, worker_id))  # type: ignore[no-untyped-call]
+            torch.default_generator.manual_seed(base_seed + worker_id)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_rng_state(torch_state)
+            if device_state is not None:
+                module, states = device_state
+                module.set_rng_state_all(states)
+
+
+def _device_state() -> tuple[Any, Any] | None:
+    """The generators of the accelerator, which `torch.manual_seed` seeds too."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = torch.get_device_module(device)
+    if not module.is_initialized():
+        return None
+    return module, module.get_rng_state_all()

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import io
 import pickle
+import queue
 import threading
 import types
 import warnings
@@ -37,6 +38,14 @@ _SHARED_TYPES = (
     BaseProxy,
     type(threading.Lock()),
     type(threading.RLock()),
+    threading.Condition,
+    threading.Event,
+    threading.Semaphore,
+    threading.Barrier,
+    queue.Queue,
+    queue.SimpleQueue,
+    # What is different in each thread by itself.
+    threading.local,
 )
 
 
@@ -62,8 +71,7 @@ class DatasetCopies:
         except Exception as error:
             message = (
                 f"{type(dataset).__name__} cannot be copied for each worker: {error}. Open what "
-                "cannot be copied when it is first used, or leave it out in __getstate__, or use "
-                'worker_method="multiprocessing".'
+                "cannot be copied when it is first used, or leave it out in __getstate__."
             )
             if not or_shallow:
                 raise TypeError(message) from error

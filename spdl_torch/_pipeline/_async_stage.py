@@ -10,7 +10,7 @@ from typing import Any
 
 from ._event_loop import EventLoop
 from ._record import Record
-from ._stages import CollateStage, SampleStage, note_origin, without_our_frame
+from ._stages import CollateStage, SampleStage, check_count, note_origin, without_our_frame
 
 __all__ = ["AsyncStage"]
 
@@ -102,6 +102,12 @@ class AsyncStage:
     def num_samples_per_task(self) -> int:
         return 1
 
+    def has_shareable_work(self) -> bool:
+        return False
+
+    def share_work(self) -> None:
+        pass
+
     def _accept(self, records: list[Record]) -> None:
         for record in records:
             num_samples = len(record.indices)
@@ -121,13 +127,7 @@ class AsyncStage:
         last = len(record.indices) if self._takes_whole_batch else slot + 1
         try:
             if self._takes_whole_batch:
-                samples = list(await operation(record.drawn))
-                if len(samples) != last:
-                    raise ValueError(
-                        f"asked for {last} samples at once, got {len(samples)}. "
-                        "Return one sample for each index, in the same order."
-                    )
-                record.slots[:] = samples
+                record.slots = check_count(await operation(record.drawn), last)
             else:
                 record.slots[slot] = await operation(record.indices[slot])
         except BaseException as error:
@@ -137,7 +137,7 @@ class AsyncStage:
             record.fail(slot, without_our_frame(error))
         else:
             if self._next_stage is not None:
-                self._next_stage.put(record, slot, last)
+                self._next_stage.put(record, range(slot, last))
                 return
         if record.settle(last - slot):
             self._collate_stage.collate(record)

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -23,8 +24,7 @@ _hooks: OrderedDict[bytes, Operation] = OrderedDict()
 
 class _Task(NamedTuple):
     record: Record
-    first: int
-    last: int
+    slots: Sequence[int]
 
 
 class _Filled(NamedTuple):
@@ -93,7 +93,7 @@ class ExecutorStage:
     def open(self, records: list[Record]) -> int:
         for record in records:
             if record.indices:
-                self.put(record, 0, len(record.indices))
+                self.put(record, range(len(record.indices)))
             else:
                 self._collate_stage.collate(record)
         return len(records)
@@ -101,10 +101,16 @@ class ExecutorStage:
     def num_samples_per_task(self) -> int:
         return 1
 
-    def put(self, record: Record, first: int, last: int) -> None:
-        size = last - first if self._takes_whole_batch else self._group_size.num_samples()
-        for start in range(first, last, size):
-            task = _Task(record, start, min(start + size, last))
+    def has_shareable_work(self) -> bool:
+        return False
+
+    def share_work(self) -> None:
+        pass
+
+    def put(self, record: Record, slots: Sequence[int]) -> None:
+        size = len(slots) if self._takes_whole_batch else self._group_size.num_samples()
+        for first in range(0, len(slots), size):
+            task = _Task(record, slots[first : first + size])
             with self._lock:
                 if not self._hook_has_arrived and self._carrier_is_under_way:
                     self._held_back.append(task)
@@ -114,11 +120,9 @@ class ExecutorStage:
             self._submit(task, carries_hook)
 
     def _submit(self, task: _Task, carries_hook: bool) -> None:
-        record, first, last = task
-        if self._takes_whole_batch:
-            inputs = record.drawn
-        else:
-            inputs = (record.indices if self._is_first else record.slots)[first:last]
+        record, slots = task
+        inputs = record.indices if self._is_first else record.slots
+        inputs = record.drawn if self._takes_whole_batch else [inputs[slot] for slot in slots]
         try:
             future = self._executor.submit(
                 _run_hook,
@@ -144,14 +148,14 @@ class ExecutorStage:
                 self._settle(task, future)
             except BaseException as error:
                 # concurrent.futures would log this and go on; the consumer would wait for ever.
-                task.record.fail(task.first, error)
+                task.record.fail(task.slots[0], error)
                 task.record.finish()
                 task.record.signal.set()
         if carried_hook:
             self._release_held_back()
 
     def _settle(self, task: _Task, future: Future[Any]) -> None:
-        record, first, last = task
+        record, slots = task
         error = CancelledError() if future.cancelled() else future.exception()
         if error is not None:
             self._fail(task, error)
@@ -168,17 +172,18 @@ class ExecutorStage:
         if self._takes_whole_batch:
             record.slots = filled.samples
         else:
-            record.slots[first:last] = filled.samples
-            self._group_size.observe(last - first, filled.seconds)
-        if record.settle(last - first):
+            for slot, sample in zip(slots, filled.samples, strict=True):
+                record.slots[slot] = sample
+            self._group_size.observe(len(slots), filled.seconds)
+        if record.settle(len(slots)):
             self._collate_stage.collate(record)
 
     def _fail(self, task: _Task, error: BaseException) -> None:
-        record, first, last = task
-        slot = None if self._takes_whole_batch else first + getattr(error, _OFFSET, 0)
+        record, slots = task
+        slot = None if self._takes_whole_batch else slots[getattr(error, _OFFSET, 0)]
         note_origin(error, self._name, record, slot)
         record.fail(slot or 0, error)
-        if record.settle(last - first):
+        if record.settle(len(slots)):
             self._collate_stage.collate(record)
 
     def _release_held_back(self) -> None:

@@ -117,7 +117,14 @@ class Pipeline:
             self._window.close()
         for stage in self._stages:
             stage.close()
-        self._join(grace_seconds)
+        stuck = self._join(grace_seconds)
+        if stuck:
+            warnings.warn(
+                f"{len(stuck)} worker thread(s) are still inside the dataset's code after "
+                f"{grace_seconds:g} s ({', '.join(stuck[:4])}). Each ends when that code returns.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _start(self) -> None:
         _close_all_at_exit()
@@ -135,7 +142,8 @@ class Pipeline:
             # Closed by another thread meanwhile; it could not join what had not been started.
             self._join(_GRACE_SECONDS)
 
-    def _join(self, grace_seconds: float) -> None:
+    def _join(self, grace_seconds: float) -> list[str]:
+        """Wait for the threads; gives the names of those that did not end in time."""
         deadline = time.monotonic() + grace_seconds
         stuck = []
         for thread in self.threads:
@@ -145,13 +153,7 @@ class Pipeline:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 stuck.append(thread.name)
-        if stuck:
-            warnings.warn(
-                f"{len(stuck)} worker thread(s) are still inside the dataset's code after "
-                f"{grace_seconds:g} s ({', '.join(stuck[:4])}). Each ends when that code returns.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        return stuck
 
 
 @functools.cache
@@ -165,5 +167,7 @@ def _close_all_at_exit() -> None:
 
 
 def _close_all() -> None:
-    for pipeline in list(_live):
-        pipeline.close(_GRACE_SECONDS_AT_EXIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Whatever is still running, the process ends now.
+        for pipeline in list(_live):
+            pipeline.close(_GRACE_SECONDS_AT_EXIT)

@@ -21,6 +21,8 @@ class Signal:
         self._nothing_happened.acquire()
         self.is_closed = False
         """The epoch is over: what its workers still do is for nobody."""
+        self.consumer_is_patient = False
+        """Whoever has more to do may do it first: the consumer is going to look by itself soon."""
 
     def set(self) -> None:
         try:  # noqa: SIM105 (contextlib.suppress takes ten times as long)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from operator import length_hint
+from typing import Any, Final, Protocol
 
 from ._record import Record
 from ._workers import Work, Workers
@@ -16,22 +18,33 @@ __all__ = [
     "Operation",
     "SampleStage",
     "ThreadStage",
+    "check_count",
     "note_origin",
     "without_our_frame",
 ]
 
 Operation = Callable[[Any], Any]
 
-_Part = tuple[Record, int, int]
-"""The slots of a record from the first to before the last; none of them: collate."""
+_HAND_OVER_SECONDS: Final = 0.0003
+"""Work that takes less is not worth waking a second thread, which costs some ten microseconds."""
+
+
+class SampleStage(Protocol):
+    """A stage with work to do on single samples."""
+
+    def put(self, record: Record, slots: Sequence[int]) -> None:
+        """Take over these slots, which are in ascending order."""
+
+
+class CollateStage(Protocol):
+    """The stage that makes the batch."""
+
+    def collate(self, record: Record) -> None:
+        """Make the batch of a record whose slots are all settled."""
 
 
 class GroupSize:
-    """How many samples to hand over at once: as many as take `seconds` or so.
-
-    A hand-over must vanish beside the work it hands over, and a worker that got the slowest group
-    of a batch should not keep the others waiting for long.
-    """
+    """How many samples make work of about so many seconds, from how long others took."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -53,41 +66,21 @@ class GroupSize:
             self._seconds_per_sample += weight * (seconds / num_samples - self._seconds_per_sample)
 
 
-class SampleStage(Protocol):
-    """A stage with work to do on single samples."""
+class _Job:
+    """Slots of one batch that wait for a stage.
 
-    def put(self, record: Record, first: int, last: int) -> None:
-        """Take over the slots from `first` to before `last`."""
-
-
-class CollateStage(Protocol):
-    """The stage that makes the batch."""
-
-    def collate(self, record: Record) -> None:
-        """Make the batch of a record whose slots are all settled."""
-
-
-def note_origin(error: BaseException, stage: str, record: Record, slot: int | None) -> None:
-    """Say in the user's own exception where in the pipeline it was raised."""
-    if slot is None:
-        where = f"batch {record.number} (sample indices {_shortened(record.indices)})"
-    else:
-        where = f"sample index {record.indices[slot]!r} (batch {record.number})"
-    error.add_note(f"spdl_torch: raised in the {stage} stage for {where}")
-
-
-def without_our_frame(error: BaseException) -> BaseException:
-    """The error that the calling function has just caught, its traceback without that function.
-
-    The frame says nothing to the user, and it holds the record, which is going to hold the error:
-    a cycle that would keep a batch of samples in memory.
+    Any number of workers may be at the same job: each takes one slot at a time from the same
+    iterator, which gives every slot once. So a slow sample holds up nobody but its worker, and
+    it makes no difference to the result how many workers were called.
     """
-    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
+    __slots__ = ("num_samples", "record", "unclaimed")
 
-def _shortened(indices: list[Any]) -> str:
-    shown = ", ".join(repr(index) for index in indices[:8])
-    return shown if len(indices) <= 8 else f"{shown}, … {len(indices)} in all"
+    def __init__(self, record: Record, slots: Sequence[int], num_samples: int) -> None:
+        self.record = record
+        self.unclaimed = iter(slots)
+        self.num_samples = num_samples
+        """How many samples to expect; none: all slots are settled, and the batch is to be made."""
 
 
 class ThreadStage:
@@ -114,9 +107,9 @@ class ThreadStage:
         self._takes_whole_batch = takes_whole_batch
         self._next_stage = next_stage
         self._collate_stage: CollateStage = collate_stage if collate_stage is not None else self
-        # A hand-over between threads costs some ten microseconds where it wakes one up.
-        self._group_size = GroupSize(seconds=0.0003)
+        self._group_size = GroupSize(_HAND_OVER_SECONDS)
         self._workers = Workers(name, worker_ids, self._set_up_worker)
+        self._shareable: deque[list[_Job]] = deque()
 
     # -- lifetime ----------------------------------------------------------------------------
 
@@ -131,7 +124,7 @@ class ThreadStage:
         self._workers.wait_until_set_up()
 
     def abandon(self) -> None:
-        pass  # The workers pass over the tasks of an abandoned batch.
+        self._shareable.clear()  # The workers pass over the jobs of an abandoned batch.
 
     def close(self) -> None:
         self._workers.close()
@@ -139,124 +132,180 @@ class ThreadStage:
     # -- how work enters ---------------------------------------------------------------------
 
     def open(self, records: list[Record]) -> int:
-        self._put([(record, 0, len(record.indices)) for record in records])
+        jobs = []
+        for record in records:
+            num_samples = len(record.indices)
+            if num_samples == 0:
+                # A sampler may draw an empty batch; what to make of it is for collate to say.
+                self._collate_stage.collate(record)
+            else:
+                slots = range(1 if self._takes_whole_batch else num_samples)
+                jobs.append(_Job(record, slots, num_samples))
+        self._hand_out(jobs)
         return len(records)
 
-    def put(self, record: Record, first: int, last: int) -> None:
-        self._put([(record, first, last)])
+    def put(self, record: Record, slots: Sequence[int]) -> None:
+        self._hand_out([_Job(record, slots, len(slots))])
 
     def collate(self, record: Record) -> None:
-        self._workers.put([(record, 0, 0)])
+        self._workers.put([_Job(record, (), 0)])
 
     def num_samples_per_task(self) -> int:
         return self._group_size.num_samples()
 
-    def _put(self, parts: list[_Part]) -> None:
-        """Hand the parts over in tasks of about the same work, cut and joined as needed."""
-        size = self._group_size.num_samples()
-        task: list[_Part] = []
-        room = size
-        for record, first, last in parts:
-            if first == last:
-                # A sampler may draw an empty batch; what to make of it is for collate to say.
-                self._collate_stage.collate(record)
-            start = first
-            while start < last:
-                end = last if self._takes_whole_batch else min(start + room, last)
-                task.append((record, start, end))
-                room -= end - start
-                start = end
-                if room <= 0:
-                    self._workers.put(task)
-                    task, room = [], size
-        if task:
-            self._workers.put(task)
+    def has_shareable_work(self) -> bool:
+        while self._shareable and not any(length_hint(j.unclaimed) for j in self._shareable[0]):
+            self._shareable.popleft()
+        return bool(self._shareable)
+
+    def share_work(self) -> None:
+        while self._shareable:
+            for job in self._shareable.popleft():
+                self._call_workers(job)
+
+    def _hand_out(self, jobs: list[_Job]) -> None:
+        """Call as many workers as a job has use for; one for jobs that are cheap together.
+
+        A wrong guess is put right by `share_work`.
+        """
+        group: list[_Job] = []
+        size = room = self._group_size.num_samples()
+        for job in jobs:
+            if job.num_samples > room:
+                self._call_one_worker(group)
+                group, room = [], size
+            if job.num_samples > size or job.num_samples == 1:
+                self._call_workers(job)
+            else:
+                group.append(job)
+                room -= job.num_samples
+        self._call_one_worker(group)
+
+    def _call_workers(self, job: _Job) -> None:
+        call = [job]
+        for _ in range(min(length_hint(job.unclaimed), len(self.threads))):
+            self._workers.put(call)
+
+    def _call_one_worker(self, group: list[_Job]) -> None:
+        if group:
+            self._shareable.append(group)
+            self._workers.put(group)
 
     # -- what a worker does ------------------------------------------------------------------
 
     def _set_up_worker(self, worker_id: int) -> Work:
         operation, collate = self._set_up(worker_id)
 
-        def work(task: list[_Part]) -> None:
+        def work(jobs: list[_Job]) -> None:
             started = time.perf_counter()
             num_samples = 0
-            for record, first, last in task:
-                if not record.is_abandoned:
-                    num_samples += last - first
-                    self._do(record, first, last, operation, collate)
+            for job in jobs:
+                signal = job.record.signal
+                if signal.is_closed:
+                    continue
+                num_samples += self._do(job, operation, collate)
+                # Woken too early, the consumer would fight for the GIL with the worker that makes
+                # the next batch.
+                if not signal.consumer_is_patient:
+                    signal.set()
             self._group_size.observe(num_samples, time.perf_counter() - started)
-            # Once for the task: woken for its first batch, the consumer would fight for the GIL
-            # with the worker that makes the next.
-            task[-1][0].signal.set()
+            jobs[-1].record.signal.set()
 
         return work
 
-    def _do(
-        self,
-        record: Record,
-        first: int,
-        last: int,
-        operation: Operation | None,
-        collate: Operation | None,
-    ) -> None:
-        if first < last:
+    def _do(self, job: _Job, operation: Operation | None, collate: Operation | None) -> int:
+        """Claim samples until there are none left; gives how many this worker got."""
+        record = job.record
+        num_done = 0
+        if job.num_samples > 0:
             assert operation is not None, "samples were handed to a stage that only collates"
-            if not self._fill(record, first, last, operation):
-                return
+            if self._takes_whole_batch:
+                num_done, num_settled = self._fill_whole(job, operation)
+            elif self._next_stage is None:
+                num_done, num_settled = self._fill(job, operation)
+            else:
+                num_done, num_settled = self._fill_and_pass_on(job, operation, self._next_stage)
+            if num_settled == 0 or not record.settle(num_settled):
+                return num_done
             if self._collate_stage is not self:
                 self._collate_stage.collate(record)
-                return
+                return num_done
         assert collate is not None, "a batch was handed to a stage that does not collate"
         self._make_batch(record, collate)
+        return num_done
 
-    def _fill(self, record: Record, first: int, last: int, operation: Operation) -> bool:
-        """Put each slot's sample through the operation; true if that settled the whole batch."""
-        if self._takes_whole_batch:
-            end = self._fill_whole(record, operation)
-        else:
-            end = self._fill_slots(record, first, last, operation)
-        if self._next_stage is None:
-            return record.settle(last - first)
-        if first < end:
-            self._next_stage.put(record, first, end)
-        # What failed here goes no further.
-        return end < last and record.settle(last - end)
-
-    def _fill_slots(self, record: Record, first: int, last: int, operation: Operation) -> int:
-        """Fill slots until one fails; gives the slot it stopped at."""
-        inputs = record.indices if self._is_first else record.slots
-        if last - first < len(inputs):
-            inputs = inputs[first:last]
+    def _fill(self, job: _Job, operation: Operation) -> tuple[int, int]:
+        record = job.record
         signal = record.signal
-        samples: list[Any] = []
+        slots = record.slots
+        inputs = record.indices if self._is_first else slots
+        num_done = slot = 0
         try:
-            for sample in inputs:
-                samples.append(operation(sample))
+            for slot in job.unclaimed:
+                slots[slot] = operation(inputs[slot])
+                num_done += 1
                 if signal.is_closed:
                     break
         except BaseException as error:
-            last = first + len(samples)
-            note_origin(error, self._name, record, last)
-            record.fail(last, without_our_frame(error))
-        record.slots[first : first + len(samples)] = samples
-        return last
+            num_settled = num_done + self._fail(job, slot, without_our_frame(error))
+            return num_done, num_settled
+        return num_done, num_done
 
-    def _fill_whole(self, record: Record, operation: Operation) -> int:
+    def _fill_and_pass_on(
+        self, job: _Job, operation: Operation, next_stage: SampleStage
+    ) -> tuple[int, int]:
+        record = job.record
+        signal = record.signal
+        slots = record.slots
+        inputs = record.indices if self._is_first else slots
+        num_done = num_failed = slot = 0
+        done: list[int] = []
+        passed_on = time.perf_counter()
         try:
-            samples = operation(record.drawn)
-            if self._next_stage is not None:
-                samples = list(samples)
-                if len(samples) != len(record.indices):
-                    raise ValueError(
-                        f"asked for {len(record.indices)} samples at once, got {len(samples)}. "
-                        "Return one sample for each index, in the same order."
-                    )
-            record.slots = samples
+            for slot in job.unclaimed:
+                slots[slot] = operation(inputs[slot])
+                num_done += 1
+                done.append(slot)
+                if signal.is_closed:
+                    break
+                now = time.perf_counter()
+                if now - passed_on > _HAND_OVER_SECONDS:
+                    next_stage.put(record, done)
+                    done, passed_on = [], now
         except BaseException as error:
-            note_origin(error, self._name, record, None)
-            record.fail(0, without_our_frame(error))
-            return 0
-        return len(record.indices)
+            num_failed = self._fail(job, slot, without_our_frame(error))
+        if done:
+            next_stage.put(record, done)
+        return num_done, num_failed
+
+    def _fill_whole(self, job: _Job, operation: Operation) -> tuple[int, int]:
+        record = job.record
+        num_samples = len(record.indices)
+        for _ in job.unclaimed:
+            try:
+                samples = operation(record.drawn)
+                if self._next_stage is not None:
+                    samples = check_count(samples, num_samples)
+                record.slots = samples
+            except BaseException as error:
+                note_origin(error, self._name, record, None)
+                record.fail(0, without_our_frame(error))
+                return num_samples, num_samples
+            if self._next_stage is not None:
+                self._next_stage.put(record, range(num_samples))
+                return num_samples, 0
+            return num_samples, num_samples
+        return 0, 0
+
+    def _fail(self, job: _Job, slot: int, error: BaseException) -> int:
+        """Let the batch end in this error; gives how many slots that settles.
+
+        Slots are claimed in order. The ones before this are done or at work and may fail in turn,
+        with an error that goes before this one; the ones behind it are of no use any more.
+        """
+        note_origin(error, self._name, job.record, slot)
+        job.record.fail(slot, error)
+        return 1 + sum(1 for _ in job.unclaimed)
 
     def _make_batch(self, record: Record, collate: Operation) -> None:
         batch = None
@@ -267,3 +316,37 @@ class ThreadStage:
                 note_origin(error, "collate", record, None)
                 record.fail(0, without_our_frame(error))
         record.finish(batch)
+
+
+def check_count(samples: Any, num_samples: int) -> list[Any]:
+    """What an operation on a whole batch gave, as a list, if there is one for each index."""
+    counted = list(samples)
+    if len(counted) != num_samples:
+        raise ValueError(
+            f"asked for {num_samples} samples at once, got {len(counted)}. "
+            "Return one sample for each index, in the same order."
+        )
+    return counted
+
+
+def note_origin(error: BaseException, stage: str, record: Record, slot: int | None) -> None:
+    """Say in the user's own exception where in the pipeline it was raised."""
+    if slot is None:
+        where = f"batch {record.number} (sample indices {_shortened(record.indices)})"
+    else:
+        where = f"sample index {record.indices[slot]!r} (batch {record.number})"
+    error.add_note(f"spdl_torch: raised in the {stage} stage for {where}")
+
+
+def without_our_frame(error: BaseException) -> BaseException:
+    """The error that the calling function has just caught, its traceback without that function.
+
+    The frame says nothing to the user, and it holds the record, which is going to hold the error:
+    a cycle that would keep a batch of samples in memory.
+    """
+    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+def _shortened(indices: list[Any]) -> str:
+    shown = ", ".join(repr(index) for index in indices[:8])
+    return shown if len(indices) <= 8 else f"{shown}, … {len(indices)} in all"

@@ -16,6 +16,9 @@ __all__ = ["FirstStage", "NotInTime", "Window"]
 _QUICK_SECONDS: Final = 0.0001
 """A consumer that is back sooner leaves no time for a worker to wake up and be of use."""
 
+_PATIENCE_SECONDS: Final = 0.002
+"""How long the consumer lets one worker make several cheap batches before it calls the others."""
+
 
 class NotInTime(Exception):  # noqa: N818 (not an error: the consumer may ask again)
     """The next batch was not finished within the time allowed. Nothing is lost: ask again."""
@@ -29,6 +32,12 @@ class FirstStage(Protocol):
 
     def num_samples_per_task(self) -> int:
         """How many samples are worth handing over at once."""
+
+    def has_shareable_work(self) -> bool:
+        """Whether work that was handed to one worker could be done by several."""
+
+    def share_work(self) -> None:
+        """Call more workers to it."""
 
 
 class Window:
@@ -70,10 +79,11 @@ class Window:
         An interrupted or timed-out call loses nothing: a finished record stays where it is until
         the step in which it is returned.
         """
-        called = time.perf_counter()
-        consumer_is_quick = called - self._returned < _QUICK_SECONDS
+        is_quick = time.perf_counter() - self._returned < _QUICK_SECONDS
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while True:
+        while self._signal.is_closed or (position := self._find_finished()) is None:
+            # Never wait with room in the window: a batch may need its successors to be at work.
+            self._fill()
             if self._source_has_ended and not self._pending:
                 return None
             if self._signal.is_closed:
@@ -81,37 +91,49 @@ class Window:
                     "this iterator is closed and has no workers any more. "
                     "Call iter(loader) for a new one."
                 )
-            self._fill()
-            if not self._pending:
-                return None
-            position = self._find_finished()
-            if position is None:
-                if not self._signal.wait(deadline):
-                    raise NotInTime
-                continue
-            record = self._pending[position]
-            if record.is_exhausted:
-                del self._pending[position]
-                continue
-            # Its place is as good as free: let the workers go on while the consumer computes.
-            # Unless it is back before they are awake and they would only fight for the GIL.
-            if not (consumer_is_quick and self._num_batches_per_task() > 1):
+            self._wait(deadline)
+        # A place is as good as free: let the workers go on while the consumer computes. Unless it
+        # is back before they are awake, and they would only fight for the GIL.
+        num_together = min(self._num_batches_per_task(), self._capacity)
+        if not (is_quick and num_together > 1):
+            num_staying = len(self._pending) - 1
+            # Batches so cheap that several make one task are opened together: to wake a worker for
+            # each would cost more than to make it.
+            if num_staying == 0 or self._capacity - num_staying >= num_together:
                 self._fill(num_leaving=1)
-            del self._pending[position]
-            self._returned = time.perf_counter()
-            return record
+        record = self._pending[position]
+        del self._pending[position]
+        self._returned = time.perf_counter()
+        return record
+
+    def _find_finished(self) -> int | None:
+        """Where in the window the batch is that can be delivered now."""
+        while self._pending and self._pending[0].is_finished and self._pending[0].is_exhausted:
+            self._pending.popleft()
+        for position, record in enumerate(self._pending):
+            if record.is_finished and not record.is_exhausted:
+                return position
+            if self._in_order:
+                break
+        return None
+
+    def _wait(self, deadline: float | None) -> None:
+        """Wait until something may have changed."""
+        if self._first_stage.has_shareable_work():
+            self._signal.consumer_is_patient = True
+            patience = time.monotonic() + _PATIENCE_SECONDS
+            in_time = self._signal.wait(patience if deadline is None else min(patience, deadline))
+            self._signal.consumer_is_patient = False
+            if not in_time:
+                # The work was not as cheap as it seemed, or it waits for work behind it.
+                self._first_stage.share_work()
+        elif not self._signal.wait(deadline):
+            raise NotInTime
 
     def _fill(self, num_leaving: int = 0) -> None:
-        """Open batches until the window is full or the sampler has ended.
-
-        Batches so cheap that several of them make one task are opened together, once there is
-        room for as many: waking a worker for each would cost more than making it.
-        """
-        num_staying = len(self._pending) - num_leaving
-        num_free = self._capacity - num_staying
-        if self._source_has_ended or num_free <= 0:
-            return
-        if num_staying > 0 and num_free < min(self._num_batches_per_task(), self._capacity):
+        """Open batches until the window is full or the sampler has ended."""
+        num_free = self._capacity - len(self._pending) + num_leaving
+        if self._source_has_ended or num_free <= 0 or self._signal.is_closed:
             return
         records: list[Record] = []
         while len(records) < num_free and (record := self._draw()) is not None:
@@ -143,11 +165,3 @@ class Window:
             self._num_samples_per_batch = len(indices)
         self._num_drawn += 1
         return record
-
-    def _find_finished(self) -> int | None:
-        if self._in_order:
-            return 0 if self._pending[0].is_finished else None
-        for position, record in enumerate(self._pending):
-            if record.is_finished:
-                return position
-        return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Final
 
 __all__ = ["SetUp", "Work", "Workers"]
@@ -15,19 +16,66 @@ Work = Callable[[Any], None]
 SetUp = Callable[[int], Work]
 """Runs first in each worker's thread, with the worker's id; gives what does the worker's tasks."""
 
+_Report = tuple[int, BaseException | None]
+"""A worker's id and what its set-up raised, if anything."""
+
 _STOP: Final = object()
+
+
+class _TaskQueue:
+    """Hands each task to one worker: to one that is awake, or else to the one that slept last.
+
+    `queue.SimpleQueue` would do, but each `get` that returns wakes one more waiting thread for
+    nothing, and it wakes the thread that has slept longest, which is the slowest to wake.
+
+    Every step is one atomic operation on a deque, a list or a lock, so this may be interrupted
+    anywhere, also by a finaliser that calls `put`. No wake-up is lost: `put` leaves the task
+    before it looks for a sleeper, `get` leaves its bell before it looks for a task.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: deque[Any] = deque()
+        self._sleepers: list[threading.Lock] = []
+
+    def put(self, task: Any) -> None:
+        self._tasks.append(task)
+        try:
+            bell = self._sleepers.pop()
+        except IndexError:
+            return
+        bell.release()
+
+    def get(self, bell: threading.Lock) -> Any:
+        """The next task. The bell is the calling thread's own lock, which it has acquired."""
+        while True:
+            try:
+                return self._tasks.popleft()
+            except IndexError:
+                self._sleepers.append(bell)
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                bell.acquire()
+                continue
+            try:
+                self._sleepers.remove(bell)
+            except ValueError:
+                bell.acquire()  # It has been taken, so it is rung, if only in a moment.
+            return task
+
+    def clear(self) -> None:
+        self._tasks.clear()
 
 
 class Workers:
     """Threads that take tasks from one queue until it is closed.
 
-    The queue is `SimpleQueue` because its `put` may be called from a finaliser that interrupts any
-    other code, this queue's own `put` included. It is unbounded; the window bounds the work.
+    The queue is unbounded; what bounds the work is the window.
     """
 
     def __init__(self, name: str, ids: Sequence[int], set_up: SetUp) -> None:
-        self._tasks: SimpleQueue[Any] = SimpleQueue()
-        self._reports: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._tasks = _TaskQueue()
+        self._reports: SimpleQueue[_Report] = SimpleQueue()
         # Daemon threads, because a worker may be stuck in the user's code for good and must not
         # keep the interpreter from exiting. The pipeline joins them in every other case.
         self.threads = [
@@ -48,10 +96,10 @@ class Workers:
             thread.start()
 
     def wait_until_set_up(self) -> None:
-        """Wait for every worker's set-up; raise what the first failing one raised."""
-        reports = [self._reports.get() for _ in self.threads]
-        for error in reports:
-            if error is not None:
+        """Wait for every worker's set-up; raise what the first worker that failed has raised."""
+        errors = dict(self._reports.get() for _ in self.threads)
+        for worker_id in sorted(errors):
+            if (error := errors[worker_id]) is not None:
                 raise error
 
     def close(self) -> None:
@@ -61,28 +109,21 @@ class Workers:
         after this lands behind the last stop and is never seen, which is right: a closed
         pipeline delivers nothing.
         """
-        try:
-            while True:
-                self._tasks.get_nowait()
-        except Empty:
-            pass
+        self._tasks.clear()
         for _ in self.threads:
             self._tasks.put(_STOP)
 
 
-def _serve(
-    worker_id: int,
-    set_up: SetUp,
-    tasks: SimpleQueue[Any],
-    reports: SimpleQueue[BaseException | None],
-) -> None:
+def _serve(worker_id: int, set_up: SetUp, tasks: _TaskQueue, reports: SimpleQueue[_Report]) -> None:
     try:
         work = set_up(worker_id)
     except BaseException as error:
-        reports.put(error)
+        reports.put((worker_id, error))
         return
-    reports.put(None)
-    while (task := tasks.get()) is not _STOP:
+    reports.put((worker_id, None))
+    bell = threading.Lock()
+    bell.acquire()
+    while (task := tasks.get(bell)) is not _STOP:
         work(task)
         # While this thread waits for the next task, the last one's samples must not stay alive.
         del task

@@ -1,0 +1,558 @@
+"""When threads start, and that none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from spdl_torch import DataLoader, StagedDataset
+
+from .conftest import own_thread_names
+from .datasets import (
+    PATIENCE_SECONDS,
+    Gated,
+    Raising,
+    Sharded,
+    Squares,
+    Staged,
+    StagedAsync,
+)
+
+
+def test_workers_start_with_the_first_batch_and_not_before():
+    iterator = iter(DataLoader(Squares(), num_workers=3))
+    assert own_thread_names() == []
+    next(iterator)
+    assert len(own_thread_names()) == 3
+
+
+def test_no_thread_after_the_last_batch():
+    for _ in DataLoader(Squares(), num_workers=2):
+        pass
+    assert own_thread_names() == []
+
+
+def test_an_exhausted_iterator_stays_exhausted():
+    iterator = iter(DataLoader(Squares(2), num_workers=2))
+    assert len(list(iterator)) == 2
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("dataset", [Squares(), Sharded(), Staged(), StagedAsync()])
+def test_no_thread_after_break(dataset):
+    for _ in DataLoader(dataset, num_workers=2):
+        break
+    assert own_thread_names() == []
+
+
+def test_no_thread_after_dropping_an_iterator_that_was_never_used():
+    iter(DataLoader(Squares(), num_workers=2))
+    assert own_thread_names() == []
+
+
+def test_a_dropped_iterator_frees_its_batches_without_the_garbage_collector():
+    class Batch:
+        def __init__(self, samples):
+            batches.add(self)
+            made.release()
+
+    batches = weakref.WeakSet()
+    made = threading.Semaphore(0)
+    iterator = iter(DataLoader(Squares(), num_workers=2, collate_fn=Batch))
+    next(iterator)
+    for _ in range(2):
+        assert made.acquire(timeout=PATIENCE_SECONDS)
+    del iterator
+    assert len(batches) == 0
+
+
+def test_a_waiting_worker_keeps_nothing_of_its_last_batch():
+    class Sample:
+        pass
+
+    class Samples(Squares):
+        def __getitem__(self, index):
+            sample = Sample()
+            alive.add(sample)
+            return sample
+
+    alive = weakref.WeakSet()
+    loader = DataLoader(Samples(3), num_workers=2, persistent_workers=True, collate_fn=len)
+    assert list(loader) == [1, 1, 1]
+    assert len(alive) == 0
+    loader.close()
+
+
+class Failing(StagedDataset):
+    def __init__(self, stage):
+        self.stage = stage
+
+    def __len__(self):
+        return 8
+
+    def load(self, index):
+        if self.stage == "load" and index == 5:
+            raise LookupError(self.stage)
+        return index
+
+    def preprocess(self, raw):
+        if self.stage == "preprocess" and raw == 5:
+            raise LookupError(self.stage)
+        return raw
+
+    def collate(self, samples):
+        if self.stage == "collate" and 5 in samples:
+            raise LookupError(self.stage)
+        return samples
+
+
+class FailingAsync(Failing):
+    async def load(self, index):
+        return super().load(index)
+
+
+@pytest.mark.parametrize("cls", [Failing, FailingAsync])
+@pytest.mark.parametrize("stage", ["load", "preprocess", "collate"])
+def test_no_thread_after_an_exception_in_a_stage(cls, stage):
+    def train():
+        for _ in DataLoader(cls(stage), batch_size=2, num_workers=2):
+            pass
+
+    with pytest.raises(LookupError, match=stage):
+        train()
+    assert own_thread_names() == []
+
+
+def test_no_thread_after_an_exception_in_worker_init_fn():
+    def fail(worker_id):
+        raise LookupError(f"worker {worker_id}")
+
+    loader = DataLoader(Squares(), num_workers=2, worker_init_fn=fail)
+    with pytest.raises(LookupError, match="worker 0"):
+        next(iter(loader))
+    assert own_thread_names() == []
+
+
+def test_no_thread_after_an_exception_in_the_training_loop():
+    def train():
+        for _ in DataLoader(Squares(), num_workers=2):
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        train()
+    assert own_thread_names() == []
+
+
+def test_close_ends_all_iterators_and_may_be_repeated():
+    loader = DataLoader(Squares(), num_workers=2)
+    iterators = [iter(loader), iter(loader)]
+    for iterator in iterators:
+        next(iterator)
+    loader.close()
+    loader.close()
+    assert own_thread_names() == []
+    for iterator in iterators:
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iterator)
+    with pytest.raises(RuntimeError, match="Make a new one"):
+        iter(loader)
+
+
+def test_leaving_the_context_closes():
+    with DataLoader(Squares(), num_workers=2) as loader:
+        next(iter(loader))
+    assert own_thread_names() == []
+
+
+def test_close_wakes_a_consumer_that_waits():
+    dataset = Gated(4, gated_index=0)
+    loader = DataLoader(dataset, num_workers=2)
+    outcome = []
+
+    def consume():
+        try:
+            next(iter(loader))
+        except RuntimeError as error:
+            outcome.append(str(error))
+
+    consumer = threading.Thread(target=consume)
+    closer = threading.Thread(target=loader.close)
+    consumer.start()
+    assert dataset.is_waiting.wait(PATIENCE_SECONDS)
+    closer.start()
+    # The worker is still behind its gate: it is not what wakes the consumer.
+    consumer.join(PATIENCE_SECONDS)
+    assert not consumer.is_alive()
+    assert "closed" in outcome[0]
+    dataset.may_go.set()
+    closer.join(PATIENCE_SECONDS)
+    assert not closer.is_alive()
+
+
+@pytest.fixture
+def ctrl_c_interrupts():
+    # A program that was started in the background may have it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
+def test_ctrl_c_interrupts_a_wait_and_loses_nothing():
+    class InterruptsTheConsumer(Gated):
+        def __getitem__(self, index):
+            if index == self.gated_index:
+                assert asks_for_gated.wait(PATIENCE_SECONDS)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            return super().__getitem__(index)
+
+    asks_for_gated = threading.Event()
+    dataset = InterruptsTheConsumer(6, gated_index=2)
+    iterator = iter(DataLoader(dataset, num_workers=1, prefetch_factor=1))
+    seen = [next(iterator).item() for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the order is the point)
+        asks_for_gated.set()
+        next(iterator)
+    dataset.may_go.set()
+    seen += [batch.item() for batch in iterator]
+    assert seen == [index * index for index in range(6)]
+    assert own_thread_names() == []
+
+
+def test_a_second_epoch_after_break_starts_from_the_beginning():
+    loader = DataLoader(Squares(9), batch_size=3, num_workers=2)
+    for _ in loader:
+        break
+    assert [batch.tolist() for batch in loader] == [[0, 1, 4], [9, 16, 25], [36, 49, 64]]
+
+
+def test_several_iterators_of_one_loader_live_side_by_side():
+    loader = DataLoader(Squares(6), batch_size=2, num_workers=2)
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    assert pairs == [([0, 1], [0, 1]), ([4, 9], [4, 9]), ([16, 25], [16, 25])]
+
+
+class Nested(Squares):
+    """Each sample is a sum over a loader of its own, inside a worker."""
+
+    def __getitem__(self, index):
+        return sum(batch.sum().item() for batch in DataLoader(Squares(index), num_workers=2))
+
+
+def test_a_dataset_may_use_a_loader_in_its_worker():
+    loader = DataLoader(Nested(8), num_workers=3)
+    assert [b.item() for b in loader] == [sum(i * i for i in range(n)) for n in range(8)]
+
+
+# -- persistent workers ----------------------------------------------------------------------------
+
+
+def test_persistent_workers_stay_between_epochs():
+    class ThreadIds(Squares):
+        def __getitem__(self, index):
+            barrier.wait(PATIENCE_SECONDS)
+            return threading.get_ident()
+
+    barrier = threading.Barrier(2)
+    loader = DataLoader(ThreadIds(2), num_workers=2, persistent_workers=True)
+    first, second = ({batch.item() for batch in loader} for _ in range(2))
+    assert first == second
+    assert len(own_thread_names()) == 2
+    loader._iterator = None  # What Lightning does when it is done with a loader.
+    assert own_thread_names() == []
+
+
+def test_persistent_workers_end_with_their_loader():
+    loader = DataLoader(Squares(), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    assert len(own_thread_names()) == 2
+    del loader
+    assert own_thread_names() == []
+
+
+def test_nothing_of_a_broken_off_epoch_reaches_the_next():
+    dataset = Gated(12, gated_index=2)
+    loader = DataLoader(dataset, num_workers=2, persistent_workers=True, shuffle=False)
+    for batch in loader:
+        assert batch.item() == 0
+        break
+    assert dataset.is_waiting.wait(PATIENCE_SECONDS)
+    iterator = iter(loader)  # The old epoch's sample 2 is still in a worker.
+    dataset.may_go.set()
+    assert [batch.item() for batch in iterator] == [index * index for index in range(12)]
+    loader.close()
+
+
+def test_persistent_iterable_workers_begin_each_epoch_afresh():
+    loader = DataLoader(Sharded(7), num_workers=2, batch_size=2, persistent_workers=True)
+    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    assert epochs == [[[0, 2], [1, 3], [4, 6], [5]]] * 3
+    loader.close()
+
+
+def test_persistent_workers_keep_their_copy_of_an_iterable_dataset():
+    loader = DataLoader(Counting(), num_workers=1, persistent_workers=True)
+    assert [[batch.item() for batch in loader] for _ in range(3)] == [[1], [2], [3]]
+    assert loader.dataset.num_epochs == 0
+    loader.close()
+
+
+class Counting(IterableDataset):
+    num_epochs = 0
+
+    def __iter__(self):
+        self.num_epochs += 1
+        yield self.num_epochs
+
+
+def test_persistent_workers_recover_from_an_exception_in_their_set_up():
+    def fail_once(worker_id):
+        if not failures:
+            failures.append(worker_id)
+            raise LookupError
+
+    failures = []
+    loader = DataLoader(
+        Squares(4), num_workers=1, persistent_workers=True, worker_init_fn=fail_once
+    )
+    with pytest.raises(LookupError):
+        next(iter(loader))
+    assert len(list(loader)) == 4
+    loader.close()
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def test_a_forked_child_is_told_to_make_its_own_iterator():
+    iterator = iter(DataLoader(Squares(), num_workers=2))
+    next(iterator)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover (in the child)
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        message = pipe.read()
+    os.waitpid(child, 0)
+    assert "Call iter(loader) in the child process" in message
+
+
+EXIT = """
+import threading, asyncio
+from spdl_torch import DataLoader, StagedDataset
+
+class Data(StagedDataset):
+    def __init__(self):
+        self.is_waiting = threading.Event()
+    def __len__(self):
+        return 8
+    def load(self, index):
+        return index
+
+class Stuck(Data):
+    def load(self, index):
+        self.is_waiting.set()
+        threading.Event().wait()
+
+class StuckAsync(Data):
+    async def load(self, index):
+        self.is_waiting.set()
+        await asyncio.Event().wait()
+
+def consume(iterator):
+    try:
+        next(iterator)
+    except RuntimeError:
+        pass
+
+"""
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "it = iter(DataLoader(Data(), num_workers=2))",
+        "it = iter(DataLoader(Data(), num_workers=2)); next(it)",
+        "loader = DataLoader(Data(), num_workers=2, persistent_workers=True); list(loader)",
+        # Every worker is inside the user's code, and is never going to come back.
+        "data = Stuck(); it = iter(DataLoader(data, num_workers=2));"
+        "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
+        "data = StuckAsync(); it = iter(DataLoader(data, num_workers=2));"
+        "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
+    ],
+)
+def test_the_interpreter_exits_with_a_live_iterator(state):
+    program = subprocess.run(
+        [sys.executable, "-c", EXIT + state],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (program.returncode, program.stderr) == (0, "")
+
+
+def test_an_uncaught_exception_ends_the_program_with_its_traceback():
+    program = subprocess.run(
+        [sys.executable, "-c", EXIT + "for _ in DataLoader(Data(), num_workers=2): 1 / 0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert program.returncode == 1
+    assert program.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+# -- concurrency -----------------------------------------------------------------------------------
+
+
+class Meeting(Squares):
+    """Every sample waits until as many are being loaded as there are workers."""
+
+    def __init__(self, size, num_parties):
+        super().__init__(size)
+        self.barrier = threading.Barrier(num_parties)
+
+    def __getitem__(self, index):
+        self.barrier.wait(PATIENCE_SECONDS)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 7])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_all_workers_work_at_the_same_time(num_workers, batch_size):
+    dataset = Meeting(3 * num_workers * batch_size, num_workers)
+    loader = DataLoader(dataset, batch_size=batch_size, num_workers=num_workers)
+    assert len(list(loader)) == 3 * num_workers
+
+
+class StagedMeeting(StagedDataset):
+    def __init__(self, num_io, num_cpu):
+        self.num_io = num_io
+        self.io_barrier = threading.Barrier(num_io)
+        self.cpu_barrier = threading.Barrier(num_cpu)
+
+    def __len__(self):
+        return 2 * self.num_io
+
+    def load(self, index):
+        self.io_barrier.wait(PATIENCE_SECONDS)
+        return index
+
+    def preprocess(self, raw):
+        self.cpu_barrier.wait(PATIENCE_SECONDS)
+        return raw
+
+
+class AsyncMeeting(StagedMeeting):
+    async def load(self, index):
+        if not hasattr(self, "meeting"):
+            self.meeting = asyncio.Barrier(self.num_io)
+        await self.meeting.wait()
+        return index
+
+
+@pytest.mark.parametrize("cls", [StagedMeeting, AsyncMeeting])
+@pytest.mark.parametrize("batch_size", [4, 12, None])
+def test_each_stage_has_its_own_width(cls, batch_size):
+    loader = DataLoader(
+        cls(num_io=12, num_cpu=3),
+        batch_size=batch_size,
+        num_workers=2,
+        num_io_workers=12,
+        num_cpu_workers=3,
+    )
+    assert len(list(loader)) == 24 // (batch_size or 1)
+
+
+class RecordingSampler:
+    def __init__(self, size):
+        self.size = size
+        self.num_drawn = 0
+
+    def __iter__(self):
+        for index in range(self.size):
+            self.num_drawn += 1
+            yield index
+
+    def __len__(self):
+        return self.size
+
+
+@pytest.mark.parametrize("arguments", [{}, {"buffer_size": 3}, {"prefetch_factor": 5}])
+def test_no_more_than_the_window_is_in_flight(arguments):
+    sampler = RecordingSampler(400)
+    loader = DataLoader(Squares(400), sampler=sampler, batch_size=2, num_workers=2, **arguments)
+    window = arguments.get("buffer_size") or arguments.get("prefetch_factor", 2) * 2
+    iterator = iter(loader)
+    assert sampler.num_drawn == 0
+    for num_delivered in range(1, 201):
+        next(iterator)
+        assert sampler.num_drawn <= 2 * (window + num_delivered)
+    assert list(iterator) == []
+
+
+def test_a_slow_sample_holds_up_only_its_own_batch():
+    dataset = Gated(8, gated_index=1)
+    iterator = iter(DataLoader(dataset, num_workers=2, in_order=False))
+    seen = [next(iterator).item() for _ in range(7)]
+    assert 1 not in seen
+    dataset.may_go.set()
+    assert next(iterator).item() == 1
+    assert sorted([*seen, 1]) == [index * index for index in range(8)]
+    assert list(iterator) == []
+
+
+def test_in_order_waits_for_the_slow_batch_while_the_others_are_made():
+    class Released(Gated):
+        def __getitem__(self, index):
+            if index == 3:
+                self.may_go.set()  # Only when sample 3 is being loaded may sample 0 finish.
+            return super().__getitem__(index)
+
+    loader = DataLoader(Released(8, gated_index=0), num_workers=2)
+    assert [batch.item() for batch in loader] == [index * index for index in range(8)]
+
+
+def test_each_worker_runs_torch_with_one_intra_op_thread():
+    class NumThreads(Squares):
+        def __getitem__(self, index):
+            assert get_worker_info() is not None
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert {batch.item() for batch in DataLoader(NumThreads(8), num_workers=2)} == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_raising_does_not_end_a_worker():
+    loader = DataLoader(Raising(40, 3, LookupError()), num_workers=1)
+    iterator = iter(loader)
+    seen = []
+    for _ in range(40):
+        try:
+            seen.append(next(iterator).item())
+        except LookupError:
+            seen.append("raised")
+    assert seen == [index * index if index != 3 else "raised" for index in range(40)]
+    assert list(iterator) == []

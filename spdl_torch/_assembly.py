@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -48,6 +50,8 @@ __all__ = ["CallerIterator", "ThreadIterator"]
 _MIN_IO_WORKERS = 8
 """I/O workers wait most of the time, so it takes more of them than there are CPU workers."""
 
+_nothing = contextlib.nullcontext()
+
 _datapipe_graphs = threading.Lock()
 """torch walks a graph of datapipes with hooks that it sets on their class: one thread at a time."""
 
@@ -70,7 +74,9 @@ class CallerIterator(_SingleProcessDataLoaderIter):
 class ThreadIterator(_BaseDataLoaderIter):
     """One epoch loaded by worker threads; with persistent workers, one epoch after the other.
 
-    The threads must not refer to this object: they end when nobody else does.
+    The threads end when nobody refers to this object any more. So neither they may refer to it nor
+    any frame that is entered to get a batch: an exception holds the frames it went through and
+    their callers, and lives on in the window, in a notebook, in a list of the user's.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -82,7 +88,12 @@ class ThreadIterator(_BaseDataLoaderIter):
         if isinstance(self._dataset, IterDataPipe):
             # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
             super()._reset(loader, first_iter=True)
-        self._pipeline.begin(self._sampler_iter)
+        self._epoch = self._begin()
+
+    def __next__(self) -> Any:
+        epoch = self._epoch
+        del self
+        return epoch.next_batch()
 
     @property
     def is_usable(self) -> bool:
@@ -100,29 +111,61 @@ class ThreadIterator(_BaseDataLoaderIter):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
         self._workshop.shared_seed = self._shared_seed
+        self._epoch = self._begin()
+
+    def _begin(self) -> _Epoch:
         self._pipeline.begin(self._sampler_iter)
+        is_iterable = self._dataset_kind == _DatasetKind.Iterable
+        return _Epoch(
+            self._pipeline,
+            self._profile_name,
+            self._timeout,
+            is_last=not self._persistent_workers,
+            dataset=self._dataset,
+            length=self._IterableDataset_len_called if is_iterable else None,
+        )
 
-    def __next__(self) -> Any:
-        if self._dataset_kind == _DatasetKind.Iterable or _profiler_enabled():
-            return super().__next__()
+
+@dataclass
+class _Epoch:
+    """What the training loop has of a pipeline during one epoch."""
+
+    pipeline: Pipeline
+    profile_name: str
+    timeout_seconds: float
+    is_last: bool
+    """The workers end with it."""
+    dataset: Any
+    length: int | None
+    """The length that an iterable dataset was said to have."""
+    num_yielded: int = 0
+
+    def next_batch(self) -> Any:
         # torch marks every batch for a profiler, running or not, which takes about as long as
-        # everything else that is done for the batch in this thread.
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
-
-    def _next_data(self) -> Any:
-        try:
-            record = self._pipeline.next(self._timeout or None)
-        except NotInTime:
-            raise RuntimeError(
-                f"DataLoader timed out after {self._timeout} seconds: no worker finished the next "
-                "batch. Raise timeout, or look for what blocks in the dataset."
-            ) from None
+        # everything else that is done for a batch in this thread.
+        with record_function(self.profile_name) if _profiler_enabled() else _nothing:
+            try:
+                record = self.pipeline.next(self.timeout_seconds or None)
+            except NotInTime:
+                raise RuntimeError(
+                    f"DataLoader timed out after {self.timeout_seconds} seconds: no worker "
+                    "finished the next batch. Raise timeout, or look for what blocks in the "
+                    "dataset."
+                ) from None
         if record is None:
-            if not self._persistent_workers:
-                self._pipeline.close()
+            if self.is_last:
+                self.pipeline.close()
             raise StopIteration
+        self.num_yielded += 1
+        if self.length is not None and self.num_yielded > self.length:
+            warnings.warn(
+                f"Length of IterableDataset {self.dataset} was reported to be {self.length} (when "
+                f"accessing len(dataloader)), but {self.num_yielded} samples have been fetched. "
+                "For multiprocessing data-loading, this could be caused by not properly "
+                "configuring the IterableDataset replica at each worker: each worker thread "
+                "iterates over its own copy. Choose its part by get_worker_info().",
+                stacklevel=3,
+            )
         return record.take()
 
 

@@ -1,4 +1,4 @@
-"""Small datasets that the tests share. At the top level of a module, so that they can be pickled."""
+"""Small datasets that the tests share, where pickle can find them."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from ._event_loop import EventLoop
 from ._executor_stage import ExecutorStage
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
+from ._record import Record
 from ._stages import ThreadStage
 from ._window import NotInTime
 
@@ -31,5 +32,6 @@ __all__ = [
     "IterableStage",
     "NotInTime",
     "Pipeline",
+    "Record",
     "ThreadStage",
 ]

@@ -247,6 +247,8 @@ class ThreadStage:
                 if signal.is_closed:
                     break
         except BaseException as error:
+            # The user's frame refers to this one as its caller, for as long as the error lives.
+            del slots, inputs
             num_settled = num_done + self._fail(job, slot, without_our_frame(error))
             return num_done, num_settled
         return num_done, num_done
@@ -273,6 +275,7 @@ class ThreadStage:
                     next_stage.put(record, done)
                     done, passed_on = [], now
         except BaseException as error:
+            del slots, inputs
             num_failed = self._fail(job, slot, without_our_frame(error))
         if done:
             next_stage.put(record, done)

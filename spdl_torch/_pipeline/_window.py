@@ -83,7 +83,8 @@ class Window:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._signal.is_closed or (position := self._find_finished()) is None:
             # Never wait with room in the window: a batch may need its successors to be at work.
-            self._fill()
+            if self._fill():
+                continue
             if self._source_has_ended and not self._pending:
                 return None
             if self._signal.is_closed:
@@ -130,11 +131,11 @@ class Window:
         elif not self._signal.wait(deadline):
             raise NotInTime
 
-    def _fill(self, num_leaving: int = 0) -> None:
-        """Open batches until the window is full or the sampler has ended."""
+    def _fill(self, num_leaving: int = 0) -> bool:
+        """Open batches until the window is full or the sampler has ended; true if any was."""
         num_free = self._capacity - len(self._pending) + num_leaving
         if self._source_has_ended or num_free <= 0 or self._signal.is_closed:
-            return
+            return False
         records: list[Record] = []
         while len(records) < num_free and (record := self._draw()) is not None:
             records.append(record)
@@ -145,6 +146,7 @@ class Window:
             self._source_has_ended = True
             records = to_open[:num_opened]
         self._pending.extend(records)
+        return bool(records)
 
     def _num_batches_per_task(self) -> int:
         return self._first_stage.num_samples_per_task() // max(self._num_samples_per_batch, 1)

@@ -1,0 +1,323 @@
+"""The user's exception stays the user's exception, at the batch it belongs to."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+import torch.utils.data
+
+from spdl_torch import DataLoader, StagedDataset
+
+from .datasets import PATIENCE_SECONDS, Gated, Raising, Sharded, Squares, Staged
+
+
+def outcomes(iterator):
+    """What each `next` gave, batch or exception, until the end."""
+    found = []
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(error)
+        else:
+            found.append(batch.tolist())
+
+
+class CustomError(Exception):
+    def __init__(self, needs, two_arguments):
+        super().__init__(needs, two_arguments)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_it_is_raised_at_its_batch_and_the_same_iterator_goes_on(num_workers):
+    error = CustomError("as it", "was raised")
+    loader = DataLoader(Raising(8, 5, error), batch_size=2, num_workers=num_workers)
+    found = outcomes(iter(loader))
+    assert found == [[0, 1], [4, 9], error, [36, 49]]
+    assert found[2] is error
+
+
+def test_the_loader_is_usable_again():
+    loader = DataLoader(Raising(4, 3, LookupError()), num_workers=2)
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            list(loader)
+
+
+def test_a_note_names_stage_index_and_batch():
+    loader = DataLoader(Raising(8, 5, LookupError("no")), batch_size=2, num_workers=2)
+    with pytest.raises(LookupError) as caught:
+        list(loader)
+    assert caught.value.__notes__ == [
+        "spdl_torch: raised in the preprocess stage for sample index 5 (batch 2)"
+    ]
+
+
+def test_the_traceback_leads_from_the_loop_to_the_datasets_line():
+    loader = DataLoader(Raising(8, 5, LookupError("no")), num_workers=2)
+    with pytest.raises(LookupError) as caught:
+        list(loader)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[0] == "test_the_traceback_leads_from_the_loop_to_the_datasets_line"
+    assert names[-1] == "__getitem__"
+    assert "_fill" not in names
+
+
+def test_the_key_of_a_key_error_stays_readable():
+    loader = DataLoader({}, sampler=["cat.jpg"], num_workers=1)
+    with pytest.raises(KeyError) as caught:
+        list(loader)
+    assert str(caught.value) == "'cat.jpg'"
+
+
+def test_the_first_bad_sample_of_a_batch_is_reported_whichever_worker_is_quicker():
+    class TwoBad(Gated):
+        def __getitem__(self, index):
+            if index == 3:
+                self.may_go.set()
+                raise LookupError("the later one, raised first")
+            if index == 0:
+                super().__getitem__(index)
+                raise LookupError("sample 0")
+            return index
+
+    loader = DataLoader(TwoBad(4, gated_index=0), batch_size=4, num_workers=4)
+    with pytest.raises(LookupError, match="sample 0"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stop_iteration_from_a_dataset_does_not_end_the_loop(num_workers):
+    loader = DataLoader(Raising(4, 2, StopIteration("oops")), num_workers=num_workers)
+    with pytest.raises(RuntimeError, match="oops") as caught:
+        list(loader)
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_an_exception_that_is_no_error_reaches_the_loop_too(error):
+    with pytest.raises(type(error)):
+        list(DataLoader(Raising(4, 2, error), num_workers=2))
+
+
+def test_a_sampler_that_raises_does_so_after_the_batches_before():
+    def indices():
+        yield from range(5)
+        raise LookupError("sampler")
+
+    loader = DataLoader(Squares(9), sampler=Reiterable(indices), batch_size=2, num_workers=2)
+    found = outcomes(iter(loader))
+    assert found[:2] == [[0, 1], [4, 9]]
+    assert isinstance(found[2], LookupError)
+    assert len(found) == 3
+
+
+class Reiterable:
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return self.make()
+
+
+def test_a_batch_sampler_may_draw_nothing_and_collate_decides():
+    loader = DataLoader(Squares(9), batch_sampler=[[0], [], [1]], collate_fn=len, num_workers=2)
+    assert list(loader) == [1, 0, 1]
+    assert list(DataLoader(Staged(), batch_sampler=[[], [1]], num_workers=2)) == [
+        ("collated", []),
+        ("collated", [10]),
+    ]
+
+
+def test_a_batch_sampler_that_draws_no_batches_raises_as_torchs():
+    for cls in (DataLoader, torch.utils.data.DataLoader):
+        with pytest.raises(TypeError, match="not iterable"):
+            list(cls(Squares(9), batch_sampler=[3, 4]))
+    with pytest.raises(TypeError, match="not iterable"):
+        list(DataLoader(Squares(9), batch_sampler=[3, 4], num_workers=2))
+
+
+class NoneForSome(Squares):
+    def __getitem__(self, index):
+        return None if index == 3 else index
+
+
+class Ragged(Squares):
+    def __getitem__(self, index):
+        return torch.zeros(index)
+
+
+@pytest.mark.parametrize("dataset", [NoneForSome(6), Ragged(6)])
+def test_what_cannot_be_collated_raises_as_in_torch(dataset):
+    def error(cls, num_workers):
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            list(cls(dataset, batch_size=2, num_workers=num_workers))
+        return caught.value
+
+    ours, theirs = error(DataLoader, 2), error(torch.utils.data.DataLoader, 0)
+    assert type(ours) is type(theirs)
+    assert str(ours) == str(theirs)
+    assert "raised in the collate stage for batch" in ours.__notes__[0]
+
+
+def test_none_is_a_sample_like_any_other():
+    loader = DataLoader(NoneForSome(6), batch_size=2, num_workers=2, collate_fn=list)
+    assert list(loader) == [[0, 1], [2, None], [4, 5]]
+
+
+class TooLong(Squares):
+    """Says that it has more samples than it has."""
+
+    def __getitem__(self, index):
+        if index >= 5:
+            raise IndexError(f"no sample {index}")
+        return index
+
+
+def test_a_length_that_lies_raises_at_its_batch():
+    found = outcomes(iter(DataLoader(TooLong(8), batch_size=2, num_workers=2)))
+    assert found[:2] == [[0, 1], [2, 3]]
+    assert [str(error) for error in found[2:]] == ["no sample 5", "no sample 6"]
+
+
+class FailsToIterate(Sharded):
+    def __iter__(self):
+        raise LookupError("__iter__")
+
+
+def test_an_error_in_iter_of_an_iterable_reaches_the_loop_once_for_each_worker():
+    found = outcomes(iter(DataLoader(FailsToIterate(), num_workers=2)))
+    assert [str(error) for error in found] == ["__iter__", "__iter__"]
+
+
+class FailsInTheMiddle(Sharded):
+    def __iter__(self):
+        yield 1
+        raise LookupError("middle")
+
+
+def test_an_error_in_the_middle_of_an_iterable_is_raised_at_its_batch():
+    found = outcomes(iter(DataLoader(FailsInTheMiddle(), num_workers=1)))
+    assert found[0] == [1]
+    assert str(found[1]) == "middle"
+    assert len(found) == 2
+
+
+def test_stop_iteration_from_collate_does_not_end_an_iterable_epoch():
+    def collate(samples):
+        raise StopIteration("collate")
+
+    with pytest.raises(RuntimeError, match="collate"):
+        list(DataLoader(Sharded(4), num_workers=1, collate_fn=collate))
+
+
+def test_timeout_raises_and_loses_nothing():
+    dataset = Gated(3, gated_index=0)
+    iterator = iter(DataLoader(dataset, num_workers=2, timeout=0.05))
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
+        next(iterator)
+    dataset.may_go.set()
+    assert outcomes(iterator) == [[0], [1], [4]]
+
+
+def test_a_timeout_of_the_users_own_is_not_taken_for_ours():
+    loader = DataLoader(Raising(2, 0, TimeoutError("the server's")), num_workers=2, timeout=60)
+    with pytest.raises(TimeoutError, match="the server's"):
+        next(iter(loader))
+
+
+def test_timeout_without_workers_raises_as_in_torch():
+    for cls in (DataLoader, torch.utils.data.DataLoader):
+        with pytest.raises(AssertionError):
+            iter(cls(Squares(), timeout=1))
+
+
+def test_a_raised_exception_keeps_no_batch_alive():
+    class Sample:
+        pass
+
+    class Samples(Squares):
+        def __getitem__(self, index):
+            if index == 3:
+                raise LookupError
+            sample = Sample()
+            alive.add(sample)
+            return sample
+
+    alive = weakref.WeakSet()
+    loader = DataLoader(Samples(4), batch_size=4, num_workers=2, collate_fn=list)
+    with pytest.raises(LookupError) as caught:
+        next(iter(loader))
+    # The exception is still here, with its traceback; the samples of its batch are not.
+    assert caught.value is not None
+    assert len(alive) == 0
+
+
+class WrongCount(StagedDataset):
+    def __init__(self, is_async):
+        self.is_async = is_async
+        if is_async:
+            self.load_many = self._load_many_async
+
+    def __len__(self):
+        return 4
+
+    def load_many(self, indices):
+        return indices[:-1]
+
+    async def _load_many_async(self, indices):
+        return indices[:-1]
+
+    def preprocess(self, raw):
+        return raw
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_load_many_must_give_one_for_each_index(is_async):
+    loader = DataLoader(WrongCount(is_async), batch_size=2, num_workers=2)
+    found = outcomes(iter(loader))
+    assert len(found) == 2
+    for error in found:
+        assert isinstance(error, ValueError)
+        assert "asked for 2 samples at once, got 1" in str(error)
+
+
+class CancelsItself(StagedDataset):
+    def __len__(self):
+        return 3
+
+    async def load(self, index):
+        import asyncio  # noqa: PLC0415 (only here)
+
+        if index == 1:
+            raise asyncio.CancelledError("by itself")
+        return index
+
+
+def test_a_load_that_cancels_itself_is_an_error_at_its_batch():
+    iterator = iter(DataLoader(CancelsItself(), num_workers=1))
+    assert next(iterator).item() == 0
+    import asyncio  # noqa: PLC0415 (only here)
+
+    with pytest.raises(asyncio.CancelledError):
+        next(iterator)
+    assert next(iterator).item() == 2
+
+
+def test_two_threads_with_a_loader_each_do_not_meet():
+    def consume(name, size):
+        results[name] = [batch.item() for batch in DataLoader(Squares(size), num_workers=2)]
+
+    results = {}
+    threads = [threading.Thread(target=consume, args=(n, 50 + n)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert results == {n: [i * i for i in range(50 + n)] for n in range(4)}

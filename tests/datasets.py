@@ -117,12 +117,18 @@ class StagedAsync(Staged):
         return str(index)
 
 
-class StagedMany(Staged):
-    def load(self, index: int) -> str:
-        raise AssertionError("load_many is there")
+class StagedMany(StagedDataset[int]):
+    """The same with `load_many` alone."""
+
+    def __init__(self, size: int = 20) -> None:
+        self.size = size
 
     def load_many(self, indices: list[int]) -> list[str]:
         return [str(index) for index in indices]
+
+    __len__ = Staged.__len__
+    preprocess = Staged.preprocess
+    collate = Staged.collate
 
 
 class StagedManyAsync(StagedMany):

@@ -1,0 +1,83 @@
+"""What keeps the house in order."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import spdl_torch
+from spdl_torch import DataLoader
+
+from .datasets import Sharded, Squares
+
+PACKAGE = Path(spdl_torch.__file__).parent
+
+MAY_IMPORT = {
+    "__init__": {"_dataloader", "_dataset", "_version"},
+    "_dataloader": {"_assembly", "_dataset", "_pipeline"},
+    "_assembly": {
+        "_collate",
+        "_dataloader",  # for its type alone
+        "_dataset",
+        "_dataset_copy",
+        "_pipeline",
+        "_randomness",
+        "_worker_info",
+    },
+}
+"""Imports go down. An operation never imports its neighbour."""
+
+
+def imports(path):
+    """The modules a file imports: ours as (".", name), others as ("", top-level name)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield ".", node.module
+        elif isinstance(node, ast.ImportFrom):
+            yield "", node.module.split(".")[0]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield "", alias.name.split(".")[0]
+
+
+def test_imports_go_down():
+    for path in PACKAGE.glob("*.py"):
+        ours = {name for kind, name in imports(path) if kind == "."}
+        assert ours <= MAY_IMPORT.get(path.stem, set()), path.name
+
+
+def test_the_engine_imports_the_standard_library_alone():
+    for path in (PACKAGE / "_pipeline").glob("*.py"):
+        for kind, name in imports(path):
+            assert kind == "." or name in sys.stdlib_module_names, (path.name, name)
+
+
+def test_the_public_names_are_sorted_and_there():
+    assert sorted(spdl_torch.__all__) == spdl_torch.__all__
+    for name in spdl_torch.__all__:
+        assert getattr(spdl_torch, name) is not None
+
+
+def test_importing_starts_no_thread_and_brings_in_neither_av_nor_torchvision():
+    program = (
+        "import sys, threading, spdl_torch\n"
+        "assert threading.active_count() == 1\n"
+        "assert not {'av', 'torchvision', 'rich'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("dataset", [Squares(3), Sharded(3)])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_profiler_finds_the_event_of_every_batch(dataset, num_workers):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        list(DataLoader(dataset, num_workers=num_workers))
+    names = [event.name for event in profile.events()]
+    marked = [name for name in names if name.startswith("enumerate(DataLoader)#")]
+    assert len(marked) == 4  # Three batches and the end.
+    assert all(name.endswith(".__next__") for name in marked)

@@ -1,0 +1,133 @@
+"""Our default collate gives what torch's gives; pinning as in torch."""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from spdl_torch import DataLoader
+
+from .datasets import Squares
+from .test_parity import assert_same
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+    BLUE = 2
+
+
+class Given(Squares):
+    def __init__(self, samples):
+        super().__init__(len(samples))
+        self.samples = samples
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1, 2, 3],
+        [2**62, -(2**63)],
+        [True, False],
+        [1, True],
+        [1, 2.5],
+        [Colour.RED, Colour.BLUE],
+        [1.5, 2],
+        [np.int32(1), np.int32(2)],
+        [np.zeros(2), np.ones(2)],
+        [torch.tensor(1), torch.tensor(2)],
+        [(torch.zeros(2), 3), (torch.ones(2), 4)],
+        [{"a": [1, (2, "x")]}, {"a": [3, (4, "y")]}],
+        ["a", b"b"],
+    ],
+    ids=str,
+)
+def test_a_batch_is_what_torchs_default_collate_makes(samples):
+    (ours,) = DataLoader(Given(samples), batch_size=len(samples), num_workers=1)
+    assert_same(ours, default_collate(samples))
+
+
+@pytest.mark.parametrize("samples", [[2**70], [object()]], ids=str)
+def test_what_torchs_default_collate_refuses_is_refused(samples):
+    with pytest.raises((RuntimeError, TypeError)) as theirs:
+        default_collate(samples)
+    with pytest.raises(type(theirs.value)) as ours:
+        list(DataLoader(Given(samples), num_workers=1))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_a_function_that_the_user_put_into_torchs_map_is_used(monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, int, lambda samples, **_: ("mine", samples))
+    (batch,) = DataLoader(Squares(3), batch_size=3, num_workers=1)
+    assert batch == ("mine", [0, 1, 4])
+
+
+# -- pinning --------------------------------------------------------------------------------------
+
+
+class Pinnable:
+    def __init__(self, samples):
+        self.samples = samples
+        self.pinned_in = None
+
+    def pin_memory(self):
+        if self.samples == [4]:
+            raise LookupError("cannot be pinned")
+        self.pinned_in = threading.current_thread().name
+        return self
+
+
+def test_pin_memory_without_a_device_warns_and_goes_on_as_torchs_does():
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device")
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        batches = list(DataLoader(Squares(4), num_workers=2, pin_memory=True, collate_fn=Pinnable))
+    assert [batch.pinned_in for batch in batches] == [None] * 4
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """An accelerator, as far as the loader can see; gives the threads that chose it."""
+    chosen = []
+
+    def set_device_index(index):
+        chosen.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", set_device_index)
+    return chosen
+
+
+def test_batches_are_pinned_in_the_workers_on_the_device_of_the_loop(device):
+    loader = DataLoader(Squares(2), num_workers=2, pin_memory=True, collate_fn=Pinnable)
+    names = [batch.pinned_in for batch in loader]
+    assert all(name.startswith("spdl_torch-preprocess") for name in names)
+    assert sorted(device) == [("spdl_torch-preprocess-0", 3), ("spdl_torch-preprocess-1", 3)]
+
+
+@pytest.mark.usefixtures("device")
+def test_an_exception_while_pinning_is_raised_at_its_batch():
+    loader = DataLoader(Squares(4), num_workers=2, pin_memory=True, collate_fn=Pinnable)
+    iterator = iter(loader)
+    assert [next(iterator).samples for _ in range(2)] == [[0], [1]]
+    with pytest.raises(LookupError, match="cannot be pinned"):
+        next(iterator)
+    assert [batch.samples for batch in iterator] == [[9]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_tensors_are_in_pinned_memory(num_workers):
+    loader = DataLoader(Squares(4), batch_size=2, num_workers=num_workers, pin_memory=True)
+    assert all(batch.is_pinned() for batch in loader)

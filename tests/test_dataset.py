@@ -1,0 +1,288 @@
+"""StagedDataset: three hooks, in our loader and in torch's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import Subset, get_worker_info
+
+from spdl_torch import DataLoader, StagedDataset
+
+from .datasets import Squares, Staged, StagedAsync, StagedMany, StagedManyAsync
+
+STAGED = [Staged(10), StagedAsync(10), StagedMany(10), StagedManyAsync(10)]
+EXPECTED = [("collated", [0, 10, 20, 30]), ("collated", [40, 50, 60, 70]), ("collated", [80, 90])]
+
+
+@pytest.mark.parametrize("dataset", STAGED)
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_every_hook_is_called_in_its_turn(dataset, num_workers):
+    assert list(DataLoader(dataset, batch_size=4, num_workers=num_workers)) == EXPECTED
+
+
+@pytest.mark.parametrize("dataset", STAGED)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_batching_the_samples_come_by_themselves(dataset, num_workers):
+    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    assert list(loader) == list(range(0, 100, 10))
+
+
+@pytest.mark.parametrize("dataset", STAGED)
+def test_it_works_under_torchs_own_loader(dataset):
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, collate_fn=dataset.collate)
+    assert list(loader) == EXPECTED
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=4, collate_fn=dataset.collate, num_workers=2
+    )
+    assert list(loader) == EXPECTED
+
+
+@pytest.mark.parametrize("dataset", STAGED)
+def test_a_sample_can_be_looked_at(dataset):
+    assert dataset[3] == 30
+
+
+def test_a_sample_can_be_looked_at_in_a_notebook():
+    async def cell():
+        # A notebook's cells run in an event loop that is busy with them.
+        return StagedAsync(10)[3]
+
+    assert asyncio.run(cell()) == 30
+
+
+@pytest.mark.parametrize("dataset", STAGED)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_subset_keeps_the_stages(dataset, num_workers):
+    subset = Subset(Subset(dataset, [9, 1, 2, 3]), [0, 3])
+    assert list(DataLoader(subset, batch_size=2, num_workers=num_workers)) == [
+        ("collated", [90, 30])
+    ]
+
+
+class ThreadNames(StagedDataset):
+    def __len__(self):
+        return 6
+
+    def load(self, index):
+        return threading.current_thread().name
+
+    def preprocess(self, raw):
+        return raw, threading.current_thread().name
+
+    def collate(self, samples):
+        return [(*names, threading.current_thread().name) for names in samples]
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(6))])
+def test_each_hook_runs_in_its_own_stages_threads(wrap):
+    for batch in DataLoader(wrap(ThreadNames()), batch_size=2, num_workers=2):
+        for load, preprocess, collate in batch:
+            assert load.startswith("spdl_torch-load")
+            assert preprocess.startswith("spdl_torch-preprocess")
+            assert collate.startswith("spdl_torch-preprocess")
+
+
+class NoPreprocess(StagedDataset):
+    def __len__(self):
+        return 6
+
+    def load(self, index):
+        return index
+
+
+def test_load_alone_is_enough():
+    loader = DataLoader(NoPreprocess(), batch_size=4, num_workers=2)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_no_hook_at_all_is_an_error_that_says_which():
+    class Empty(StagedDataset):
+        def __len__(self):
+            return 1
+
+    with pytest.raises(NotImplementedError, match=r"Empty needs a load\(index\) or a load_many"):
+        list(DataLoader(Empty(), num_workers=1))
+
+
+def test_an_async_preprocess_is_refused():
+    class Mistaken(NoPreprocess):
+        async def preprocess(self, raw):
+            return raw
+
+    with pytest.raises(TypeError, match="only load and load_many may be"):
+        iter(DataLoader(Mistaken(), num_workers=1))
+
+
+class UnrelatedLoad(Squares):
+    def load(self, path):
+        raise AssertionError("has nothing to do with stages")
+
+
+def test_an_unrelated_method_called_load_is_left_alone():
+    loader = DataLoader(UnrelatedLoad(3), num_workers=2)
+    assert [batch.item() for batch in loader] == [0, 1, 4]
+
+
+class Recording(StagedMany):
+    def __init__(self, size):
+        super().__init__(size)
+        self.requests = []
+
+    def load_many(self, indices):
+        self.requests.append(list(indices))
+        return super().load_many(indices)
+
+
+def test_load_many_gets_one_request_for_each_batch():
+    dataset = Recording(10)
+    list(DataLoader(dataset, batch_size=4, num_workers=2))
+    assert sorted(dataset.requests) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_collate_fn_given_to_the_loader_goes_before_the_datasets():
+    assert list(DataLoader(Staged(2), batch_size=2, collate_fn=sum, num_workers=1)) == [10]
+
+
+# -- from_functions -------------------------------------------------------------------------------
+
+
+def read(path):
+    return path.upper()
+
+
+async def read_async(path):
+    return path.upper()
+
+
+def read_many(paths):
+    return [path.upper() for path in paths]
+
+
+async def read_many_async(paths):
+    return [path.upper() for path in paths]
+
+
+def decode(raw):
+    return raw + "!"
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"load": read},
+        {"load": read_async},
+        {"load_many": read_many},
+        {"load_many": read_many_async},
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_functions_and_a_list_make_a_dataset(functions, num_workers):
+    dataset = StagedDataset.from_functions(
+        ["a", "b", "c"], preprocess=decode, collate="".join, **functions
+    )
+    assert len(dataset) == 3
+    assert dataset[1] == "B!"
+    assert list(DataLoader(dataset, batch_size=2, num_workers=num_workers)) == ["A!B!", "C!"]
+    assert pickle.loads(pickle.dumps(dataset))[2] == "C!"
+
+
+def test_functions_without_a_load_take_the_elements_as_they_are():
+    dataset = StagedDataset.from_functions([1, 2, 3], preprocess=float)
+    loader = DataLoader(dataset, batch_size=3, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[1.0, 2.0, 3.0]]
+
+
+# -- one event loop -------------------------------------------------------------------------------
+
+
+class BoundToItsLoop(StagedDataset):
+    """Makes something that belongs to an event loop, as a client session does."""
+
+    def __init__(self):
+        self.loops = []
+
+    def __len__(self):
+        return 4
+
+    async def load(self, index):
+        if not self.loops:
+            self.loops.append(asyncio.get_running_loop())
+        assert asyncio.get_running_loop() is self.loops[0]
+        return index
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_async_loads_have_the_same_event_loop_in_every_epoch(persistent_workers):
+    loader = DataLoader(BoundToItsLoop(), num_workers=2, persistent_workers=persistent_workers)
+    for _ in range(3):
+        assert [batch.item() for batch in loader] == [0, 1, 2, 3]
+    loader.close()
+
+
+def test_async_loads_without_workers_have_the_same_event_loop_too():
+    for _ in range(2):
+        assert len(list(DataLoader(BoundToItsLoop()))) == 4
+
+
+class SwallowsCancelling(StagedDataset):
+    def __init__(self):
+        self.is_waiting = threading.Event()
+
+    def __len__(self):
+        return 100
+
+    async def load(self, index):
+        if index > 1:
+            self.is_waiting.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return index
+
+
+def test_closing_ends_a_load_that_will_not_be_cancelled():
+    dataset = SwallowsCancelling()
+    loader = DataLoader(dataset, num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    assert dataset.is_waiting.wait(30)
+    loader.close()
+
+
+# -- what a worker knows about itself -------------------------------------------------------------
+
+
+class Info(StagedDataset):
+    def __len__(self):
+        return 40
+
+    def load(self, index):
+        return get_worker_info()
+
+    def preprocess(self, raw):
+        return raw, get_worker_info()
+
+    def collate(self, samples):
+        return samples
+
+
+def test_workers_of_all_stages_have_ids_and_seeds_of_their_own():
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Info(), num_workers=2, num_io_workers=5, batch_size=8, generator=generator)
+    base_seed = torch.empty((), dtype=torch.int64).random_(
+        generator=torch.Generator().manual_seed(3)
+    )
+    for batch in loader:
+        for load, preprocess in batch:
+            assert preprocess.id in range(2)
+            assert load.id in range(2, 7)
+            for info in (load, preprocess):
+                assert info.num_workers == 7
+                assert info.seed == base_seed.item() + info.id
+                assert info.dataset is loader.dataset
+                assert info.worker_method == "thread"

@@ -1,0 +1,197 @@
+"""The preprocess stage in somebody else's workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+import torch
+
+from spdl_torch import DataLoader, StagedDataset
+
+from .datasets import PATIENCE_SECONDS, InBulk, Squares, Staged, StagedAsync, StagedMany
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+def test_samples_are_preprocessed_in_the_pools_processes(pool):
+    loader = DataLoader(ProcessIds(40), batch_size=4, num_workers=2, preprocess_executor=pool)
+    process_ids = {int(i) for batch in loader for i in batch}
+    assert os.getpid() not in process_ids
+    assert 1 <= len(process_ids) <= 2
+
+
+class ProcessIds(Squares):
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+@pytest.mark.parametrize("dataset", [Staged(30), StagedAsync(30), StagedMany(30)])
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_batches_are_the_same_as_without_it(pool, dataset, batch_size):
+    arguments = {"batch_size": batch_size, "num_workers": 2}
+    expected = list(DataLoader(dataset, **arguments))
+    assert list(DataLoader(dataset, preprocess_executor=pool, **arguments)) == expected
+
+
+@pytest.mark.parametrize("dataset", [Squares(30), InBulk(30)])
+def test_a_dataset_in_one_piece_runs_there_whole(pool, dataset):
+    for arguments in ({"batch_size": 7}, {"batch_size": None}, {"batch_size": 7, "shuffle": True}):
+        loader = DataLoader(dataset, num_workers=2, preprocess_executor=pool, **arguments)
+        got = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in loader])
+        assert sorted(got.tolist()) == [i * i for i in range(30)]
+
+
+class CountsCopies(StagedDataset):
+    """Leaves a mark in a folder each time that it arrives in a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self):
+        return 200
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        (self.folder / f"{os.getpid()}-{len(list(self.folder.iterdir()))}").touch()
+
+    def load(self, index):
+        return index
+
+    def preprocess(self, raw):
+        return raw
+
+
+def test_the_hook_travels_once_to_each_process(pool, tmp_path):
+    dataset = CountsCopies(tmp_path)
+    for _ in range(3):
+        loader = DataLoader(dataset, batch_size=8, num_workers=2, preprocess_executor=pool)
+        assert sum(len(batch) for batch in loader) == 200
+    process_ids = [path.name.split("-")[0] for path in tmp_path.iterdir()]
+    assert len(process_ids) == len(set(process_ids)) <= 2
+
+
+class RaisesRemotely(Squares):
+    def __getitem__(self, index):
+        if index == 5:
+            raise LookupError("over there")
+        return index
+
+
+def test_an_exception_comes_back_to_its_batch(pool):
+    loader = DataLoader(RaisesRemotely(9), batch_size=3, num_workers=2, preprocess_executor=pool)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2]
+    with pytest.raises(LookupError, match="over there") as caught:
+        next(iterator)
+    assert "sample index 5 (batch 1)" in caught.value.__notes__[0]
+    assert "in __getitem__" in str(caught.value.__cause__)
+    assert [batch.tolist() for batch in iterator] == [[6, 7, 8]]
+
+
+class Dies(Squares):
+    def __getitem__(self, index):
+        if index == 5:
+            os._exit(3)
+        return index
+
+
+def test_a_broken_pool_is_an_error_at_its_batch_and_not_a_hang():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        loader = DataLoader(Dies(30), num_workers=2, preprocess_executor=executor)
+        iterator = iter(loader)
+        errors = 0
+        for _ in range(30):
+            try:
+                next(iterator)
+            except BrokenProcessPool:
+                errors += 1
+        assert errors >= 25
+        assert list(iterator) == []
+
+
+def test_an_executor_that_was_shut_down_is_an_error_and_not_a_hang():
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    loader = DataLoader(Squares(4), num_workers=2, preprocess_executor=executor)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        next(iter(loader))
+
+
+class Forgetful(Executor):
+    """Cancels what it is given."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future: Future = Future()
+        future.cancel()
+        future.set_running_or_notify_cancel()
+        return future
+
+
+def test_a_cancelled_task_is_an_error_at_its_batch():
+    from concurrent.futures import CancelledError  # noqa: PLC0415 (not asyncio's)
+
+    loader = DataLoader(Squares(4), num_workers=2, preprocess_executor=Forgetful())
+    iterator = iter(loader)
+    for _ in range(4):
+        with pytest.raises(CancelledError):
+            next(iterator)
+    assert list(iterator) == []
+
+
+class Manual(Executor):
+    """Runs a task when it is told to."""
+
+    def __init__(self):
+        self.tasks = []
+        self.submitted = threading.Event()
+
+    def submit(self, fn, /, *args, **kwargs):
+        future: Future = Future()
+        self.tasks.append((future, fn, args))
+        self.submitted.set()
+        return future
+
+    def run(self):
+        future, fn, args = self.tasks.pop(0)
+        if future.set_running_or_notify_cancel():
+            future.set_result(fn(*args))
+
+
+def test_breaking_off_takes_back_what_the_executor_has_not_begun():
+    executor = Manual()
+    iterator = iter(DataLoader(Squares(40), num_workers=2, preprocess_executor=executor))
+    consumer = threading.Thread(target=next, args=[iterator])
+    consumer.start()
+    assert executor.submitted.wait(PATIENCE_SECONDS)
+    executor.run()  # It carries the hook; the others come after it.
+    consumer.join(PATIENCE_SECONDS)
+    waiting = [future for future, _, _ in executor.tasks]
+    assert waiting
+    del consumer, iterator
+    assert all(future.cancelled() for future in waiting)
+
+
+def test_a_dataset_that_cannot_be_pickled_is_refused_with_advice():
+    class Local(Squares):
+        pass
+
+    with ThreadPoolExecutor(1) as executor:
+        loader = DataLoader(Local(4), num_workers=2, preprocess_executor=executor)
+        with pytest.raises(TypeError, match="top level of a module"):
+            iter(loader)
+
+
+def test_an_executor_of_threads_will_do():
+    with ThreadPoolExecutor(2) as executor:
+        loader = DataLoader(Squares(20), num_workers=1, preprocess_executor=executor)
+        assert [batch.item() for batch in loader] == [i * i for i in range(20)]

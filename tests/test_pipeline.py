@@ -1,0 +1,183 @@
+"""The engine by itself: plain functions, no tensors."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from spdl_torch._pipeline import NotInTime, Pipeline, ThreadStage
+
+from .conftest import own_thread_names
+from .datasets import PATIENCE_SECONDS
+
+
+def fused(operation, collate=list, width=2):
+    return ThreadStage(
+        "preprocess", range(width), lambda worker_id: (operation, collate), is_first=True
+    )
+
+
+def pipeline_of(*stages, capacity=4, in_order=True):
+    return Pipeline(stages[0], stages, capacity=capacity, in_order=in_order, batched=True)
+
+
+def batches_of(pipeline, source):
+    pipeline.begin(iter(source))
+    found = []
+    while (record := pipeline.next(None)) is not None:
+        found.append(record.take())
+    return found
+
+
+def test_batches_come_in_the_order_of_the_source():
+    pipeline = pipeline_of(fused(lambda index: -index))
+    assert batches_of(pipeline, [[1, 2], [3], [4, 5, 6]]) == [[-1, -2], [-3], [-4, -5, -6]]
+    pipeline.close()
+
+
+def test_the_same_threads_serve_one_epoch_after_the_other():
+    pipeline = pipeline_of(fused(lambda index: threading.get_ident()))
+    idents = {i for _ in range(3) for batch in batches_of(pipeline, [[1] * 5] * 9) for i in batch}
+    assert idents <= {thread.ident for thread in pipeline.threads}
+    pipeline.close()
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("capacity", [1, 2, 7])
+def test_all_samples_of_all_batches_meet_at_a_barrier_of_all_workers(width, capacity):
+    """Whoever is called to a job takes single samples, so no sample waits behind another."""
+
+    def meet(index):
+        barrier.wait(PATIENCE_SECONDS)
+        return index
+
+    barrier = threading.Barrier(width)
+    pipeline = pipeline_of(fused(meet, width=width), capacity=capacity)
+    source = [list(range(width))] * 10
+    # More than one epoch: the second begins with an estimate of how cheap the samples are.
+    for _ in range(3):
+        assert batches_of(pipeline, source) == source
+    pipeline.close()
+
+
+def test_a_worker_that_takes_long_over_cheap_looking_work_does_not_keep_it_from_the_others():
+    def sample(index):
+        if index == "slow":
+            assert others_are_done.wait(PATIENCE_SECONDS)
+        if index == "last":
+            others_are_done.set()
+        return index
+
+    others_are_done = threading.Event()
+    pipeline = pipeline_of(fused(sample), capacity=8)
+    cheap = [[n] * 50 for n in range(200)]
+    assert batches_of(pipeline, cheap) == cheap
+    # By now several batches are handed to one worker at a time. The first of these blocks it
+    # until another worker has come to the last.
+    source = [["slow", 1], [2, 3], [4, 5], [6, "last"]]
+    assert batches_of(pipeline, source) == source
+    pipeline.close()
+
+
+def test_only_the_batch_of_a_failed_sample_fails():
+    def sample(index):
+        if index == 3:
+            raise LookupError(index)
+        return index
+
+    pipeline = pipeline_of(fused(sample))
+    pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
+    assert pipeline.next(None).take() == [1, 2]
+    failed = pipeline.next(None)
+    assert pipeline.next(None).take() == [5, 6]
+    with pytest.raises(LookupError):
+        failed.take()
+    pipeline.close()
+
+
+def test_not_in_time_can_be_asked_again():
+    gate = threading.Event()
+    pipeline = pipeline_of(fused(lambda index: gate.wait(PATIENCE_SECONDS)))
+    pipeline.begin(iter([[1], [2]]))
+    for _ in range(3):
+        with pytest.raises(NotInTime):
+            pipeline.next(0.01)
+    gate.set()
+    assert pipeline.next(None).take() == [True]
+    pipeline.close()
+
+
+def test_a_worker_that_does_not_come_back_is_left_behind_with_a_warning():
+    gate, is_waiting = threading.Event(), threading.Event()
+
+    def wait(index):
+        is_waiting.set()
+        gate.wait(PATIENCE_SECONDS)
+
+    pipeline = pipeline_of(fused(wait, width=1))
+    pipeline.begin(iter([[1], [2]]))
+    with pytest.raises(NotInTime):
+        pipeline.next(0.01)
+    assert is_waiting.wait(PATIENCE_SECONDS)
+    with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
+        pipeline.close(grace_seconds=0.0)
+    gate.set()
+    for thread in pipeline.threads:
+        thread.join(PATIENCE_SECONDS)
+    assert own_thread_names() == []
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_closing_while_workers_are_being_set_up_ends_them(num_started):
+    def set_up(worker_id):
+        if worker_id == num_started:
+            in_set_up.set()
+            assert may_go_on.wait(PATIENCE_SECONDS)
+        return (lambda index: index), list
+
+    in_set_up, may_go_on = threading.Event(), threading.Event()
+    stage = ThreadStage("preprocess", range(2), set_up, is_first=True)
+    pipeline = pipeline_of(stage)
+    pipeline.begin(iter([[1]]))
+    outcome = []
+
+    def consume():
+        try:
+            pipeline.next(None)
+        except RuntimeError as error:
+            outcome.append(error)
+
+    consumer, closer = threading.Thread(target=consume), threading.Thread(target=pipeline.close)
+    consumer.start()
+    assert in_set_up.wait(PATIENCE_SECONDS)
+    closer.start()
+    may_go_on.set()
+    for thread in (consumer, closer):
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert len(outcome) == 1
+    assert own_thread_names() == []
+
+
+def test_two_stages_hand_over_every_sample_once():
+    loaded, preprocessed = [], []
+    preprocess = ThreadStage(
+        "preprocess",
+        range(3),
+        lambda worker_id: (lambda raw: preprocessed.append(raw) or -raw, list),
+        is_first=False,
+    )
+    load = ThreadStage(
+        "load",
+        range(3, 8),
+        lambda worker_id: (lambda index: loaded.append(index) or index, None),
+        is_first=True,
+        next_stage=preprocess,
+        collate_stage=preprocess,
+    )
+    pipeline = pipeline_of(load, preprocess)
+    source = [list(range(n, n + 11)) for n in range(0, 1100, 11)]
+    assert batches_of(pipeline, source) == [[-n for n in indices] for indices in source]
+    assert sorted(loaded) == sorted(preprocessed) == list(range(1100))
+    pipeline.close()

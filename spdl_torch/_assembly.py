@@ -68,7 +68,7 @@ class CallerIterator(_SingleProcessDataLoaderIter):
                 raise
             # Raised out of __next__ it would end the training loop as if the epoch were over.
             raise RuntimeError(f"the dataset raised {end!r} where a sample was expected") from end
-        return _pinned(batch, self._pin_memory_device) if self._pin_memory else batch
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
 
 class ThreadIterator(_BaseDataLoaderIter):
@@ -285,11 +285,7 @@ class _Workshop:
 
     def _pinned(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         assert self.pin_device is not None
-        return _pinned(collate(samples), self.pin_device[0])
-
-
-def _pinned(batch: Any, device: str | None) -> Any:
-    return pin_memory(batch, device)  # type: ignore[no-untyped-call]
+        return pin_memory(collate(samples), self.pin_device[0])
 
 
 def _as_it_is(samples: Any) -> Any:

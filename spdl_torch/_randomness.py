@@ -31,7 +31,7 @@ def as_in_worker_process(base_seed: int, worker_id: int) -> Iterator[None]:
         device_state = _device_state()
         try:
             random.seed(base_seed + worker_id)
-            np.random.seed(_generate_state(base_seed, worker_id))  # type: ignore[no-untyped-call]
+            np.random.seed(_generate_state(base_seed, worker_id))
             torch.default_generator.manual_seed(base_seed + worker_id)
             yield
         finally:

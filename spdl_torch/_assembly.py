@@ -92,8 +92,13 @@ class ThreadIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         epoch = self._epoch
+        # In `iter(loader).__next__()` this frame has the only reference.
+        epoch.iterator = self
         del self
-        return epoch.next_batch()
+        try:
+            return epoch.next_batch()
+        finally:
+            epoch.iterator = None
 
     @property
     def is_usable(self) -> bool:
@@ -139,6 +144,8 @@ class _Epoch:
     length: int | None
     """The length that an iterable dataset was said to have."""
     num_yielded: int = 0
+    iterator: ThreadIterator | None = None
+    """Kept alive while it is asked for a batch."""
 
     def next_batch(self) -> Any:
         # torch marks every batch for a profiler, running or not, which takes about as long as

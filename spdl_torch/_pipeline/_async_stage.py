@@ -102,12 +102,6 @@ class AsyncStage:
     def num_samples_per_task(self) -> int:
         return 1
 
-    def has_shareable_work(self) -> bool:
-        return False
-
-    def share_work(self) -> None:
-        pass
-
     def _accept(self, records: list[Record]) -> None:
         for record in records:
             num_samples = len(record.indices)

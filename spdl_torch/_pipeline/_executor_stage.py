@@ -101,12 +101,6 @@ class ExecutorStage:
     def num_samples_per_task(self) -> int:
         return 1
 
-    def has_shareable_work(self) -> bool:
-        return False
-
-    def share_work(self) -> None:
-        pass
-
     def put(self, record: Record, slots: Sequence[int]) -> None:
         size = len(slots) if self._takes_whole_batch else self._group_size.num_samples()
         for first in range(0, len(slots), size):

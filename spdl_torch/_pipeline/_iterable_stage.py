@@ -73,12 +73,6 @@ class IterableStage:
     def num_samples_per_task(self) -> int:
         return 1
 
-    def has_shareable_work(self) -> bool:
-        return False
-
-    def share_work(self) -> None:
-        pass
-
 
 class _IterableWorker:
     """One worker and where it is in its iterator."""

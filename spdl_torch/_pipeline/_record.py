@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ._signal import Signal
 
-__all__ = ["Record"]
+__all__ = ["Record", "Shareable"]
+
+
+class Shareable(Protocol):
+    """Work that any number of workers may do together."""
+
+    def is_left(self) -> bool: ...
+
+    def share(self) -> None:
+        """Call as many workers to it as it has use for."""
 
 
 class Record:
@@ -29,6 +39,7 @@ class Record:
         "is_exhausted",
         "is_finished",
         "number",
+        "shareable",
         "signal",
         "slots",
     )
@@ -45,6 +56,9 @@ class Record:
         self.is_finished = False
         self.is_exhausted = False
         """There was nothing left to make this batch of (iterable datasets)."""
+        self.shareable: list[Callable[[], Shareable | None]] = []
+        """Work on this batch that one worker was called to, as weak references: if it is gone, it
+        has been done."""
         self._num_unsettled = len(indices)
         self._failed_slot = len(indices)
         self.signal = signal
@@ -54,6 +68,15 @@ class Record:
     def is_abandoned(self) -> bool:
         """Nobody waits for this batch any more."""
         return self.signal.is_closed
+
+    def has_shareable_work(self) -> bool:
+        return any((work := ref()) is not None and work.is_left() for ref in self.shareable)
+
+    def share_work(self) -> None:
+        """Call more workers to what one worker was called to."""
+        while self.shareable:
+            if (work := self.shareable.pop()()) is not None:
+                work.share()
 
     def settle(self, num_slots: int) -> bool:
         """Settle some slots; true for the one caller that settles the last."""

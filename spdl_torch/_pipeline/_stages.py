@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
 from operator import length_hint
 from typing import Any, Final, Protocol
@@ -74,13 +74,24 @@ class _Job:
     it makes no difference to the result how many workers were called.
     """
 
-    __slots__ = ("num_samples", "record", "unclaimed")
+    __slots__ = ("__weakref__", "_workers", "num_samples", "record", "unclaimed")
 
-    def __init__(self, record: Record, slots: Sequence[int], num_samples: int) -> None:
+    def __init__(
+        self, workers: Workers, record: Record, slots: Sequence[int], num_samples: int
+    ) -> None:
+        self._workers = workers
         self.record = record
         self.unclaimed = iter(slots)
         self.num_samples = num_samples
         """How many samples to expect; none: all slots are settled, and the batch is to be made."""
+
+    def is_left(self) -> bool:
+        return length_hint(self.unclaimed) > 0
+
+    def share(self) -> None:
+        call = [self]
+        for _ in range(min(length_hint(self.unclaimed), len(self._workers.threads))):
+            self._workers.put(call)
 
 
 class ThreadStage:
@@ -109,7 +120,6 @@ class ThreadStage:
         self._collate_stage: CollateStage = collate_stage if collate_stage is not None else self
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
         self._workers = Workers(name, worker_ids, self._set_up_worker)
-        self._shareable: deque[list[_Job]] = deque()
 
     # -- lifetime ----------------------------------------------------------------------------
 
@@ -124,7 +134,7 @@ class ThreadStage:
         self._workers.wait_until_set_up()
 
     def abandon(self) -> None:
-        self._shareable.clear()  # The workers pass over the jobs of an abandoned batch.
+        pass  # The workers pass over the jobs of an abandoned batch.
 
     def close(self) -> None:
         self._workers.close()
@@ -140,33 +150,23 @@ class ThreadStage:
                 self._collate_stage.collate(record)
             else:
                 slots = range(1 if self._takes_whole_batch else num_samples)
-                jobs.append(_Job(record, slots, num_samples))
+                jobs.append(_Job(self._workers, record, slots, num_samples))
         self._hand_out(jobs)
         return len(records)
 
     def put(self, record: Record, slots: Sequence[int]) -> None:
-        self._hand_out([_Job(record, slots, len(slots))])
+        self._hand_out([_Job(self._workers, record, slots, len(slots))])
 
     def collate(self, record: Record) -> None:
-        self._workers.put([_Job(record, (), 0)])
+        self._workers.put([_Job(self._workers, record, (), 0)])
 
     def num_samples_per_task(self) -> int:
         return self._group_size.num_samples()
 
-    def has_shareable_work(self) -> bool:
-        while self._shareable and not any(length_hint(j.unclaimed) for j in self._shareable[0]):
-            self._shareable.popleft()
-        return bool(self._shareable)
-
-    def share_work(self) -> None:
-        while self._shareable:
-            for job in self._shareable.popleft():
-                self._call_workers(job)
-
     def _hand_out(self, jobs: list[_Job]) -> None:
         """Call as many workers as a job has use for; one for jobs that are cheap together.
 
-        A wrong guess is put right by `share_work`.
+        A wrong guess is put right by the consumer, when it has waited for a moment.
         """
         group: list[_Job] = []
         size = room = self._group_size.num_samples()
@@ -175,20 +175,16 @@ class ThreadStage:
                 self._call_one_worker(group)
                 group, room = [], size
             if job.num_samples > size or job.num_samples == 1:
-                self._call_workers(job)
+                job.share()
             else:
                 group.append(job)
                 room -= job.num_samples
         self._call_one_worker(group)
 
-    def _call_workers(self, job: _Job) -> None:
-        call = [job]
-        for _ in range(min(length_hint(job.unclaimed), len(self.threads))):
-            self._workers.put(call)
-
     def _call_one_worker(self, group: list[_Job]) -> None:
         if group:
-            self._shareable.append(group)
+            for job in group:
+                job.record.shareable.append(weakref.ref(job))
             self._workers.put(group)
 
     # -- what a worker does ------------------------------------------------------------------

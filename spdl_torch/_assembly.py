@@ -39,7 +39,7 @@ from ._pipeline import (
     Pipeline,
     ThreadStage,
 )
-from ._randomness import as_in_worker_process
+from ._randomness import generators_kept, seed_as_worker_process
 from ._worker_info import set_worker_info
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ __all__ = ["CallerIterator", "ThreadIterator"]
 
 _MIN_IO_WORKERS = 8
 """I/O workers wait most of the time, so it takes more of them than there are CPU workers."""
+
+_INIT_SECONDS = 0.5
+"""The workers run `worker_init_fn` one after the other, because the generators that it may seed are
+the same for all; but one that takes longer, or waits for the others, does not hold them up."""
 
 _nothing = contextlib.nullcontext()
 
@@ -84,7 +88,7 @@ class ThreadIterator(_BaseDataLoaderIter):
         self._workshop = _Workshop.of(self, loader)
         self._pipeline = _assemble(loader, self._workshop, self._dataset_kind)
         # At the interpreter's exit the pipeline closes by itself.
-        weakref.finalize(self, self._pipeline.close).atexit = False
+        weakref.finalize(self, self._pipeline.lifetime.close).atexit = False
         if isinstance(self._dataset, IterDataPipe):
             # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
             super()._reset(loader, first_iter=True)
@@ -128,6 +132,7 @@ class ThreadIterator(_BaseDataLoaderIter):
             is_last=not self._persistent_workers,
             dataset=self._dataset,
             length=self._IterableDataset_len_called if is_iterable else None,
+            has_init_fn=self._workshop.worker_init_fn is not None,
         )
 
 
@@ -143,11 +148,28 @@ class _Epoch:
     dataset: Any
     length: int | None
     """The length that an iterable dataset was said to have."""
+    has_init_fn: bool
     num_yielded: int = 0
     iterator: ThreadIterator | None = None
     """Kept alive while it is asked for a batch."""
 
+    def start(self) -> None:
+        # A thread that needs its number of intra-op threads for the first time takes the one that
+        # was last set anywhere. So this thread takes its own before the workers set theirs, and
+        # sets it again afterwards, for the threads to come.
+        num_threads = torch.get_num_threads()
+        try:
+            if self.has_init_fn:
+                with generators_kept():
+                    self.pipeline.start(_INIT_SECONDS)
+            else:
+                self.pipeline.start()
+        finally:
+            torch.set_num_threads(num_threads)
+
     def next_batch(self) -> Any:
+        if not self.pipeline.is_started and self.pipeline.is_usable:
+            self.start()
         # torch marks every batch for a profiler, running or not, which takes about as long as
         # everything else that is done for a batch in this thread.
         with record_function(self.profile_name) if _profiler_enabled() else _nothing:
@@ -235,6 +257,7 @@ class _Workshop:
         # For this thread only. Without it every worker's resize and stack would call in the
         # intra-op threads of all cores, and they would fight.
         torch.set_num_threads(1)
+        torch.get_num_threads()
         if self.pin_device is not None:
             torch.accelerator.set_device_index(self.pin_device[1])
         dataset = self.dataset if self.copies is None else self.copies.make()
@@ -249,7 +272,8 @@ class _Workshop:
             )
         )
         if self.worker_init_fn is not None:
-            with _one_walk_at_a_time(dataset), as_in_worker_process(self.base_seed, worker_id):
+            seed_as_worker_process(self.base_seed, worker_id)
+            with _one_walk_at_a_time(dataset):
                 of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
 

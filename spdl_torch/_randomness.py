@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,35 +11,36 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-__all__ = ["as_in_worker_process"]
-
-_global_generators = threading.Lock()
+__all__ = ["generators_kept", "seed_as_worker_process"]
 
 
 @contextlib.contextmanager
-def as_in_worker_process(base_seed: int, worker_id: int) -> Iterator[None]:
-    """Seed the process-wide generators as in torch's worker process, and put them back afterwards.
+def generators_kept() -> Iterator[None]:
+    """Put the process-wide generators back afterwards, whatever is done to them meanwhile.
 
     A `worker_init_fn` may seed or draw from `random`, `numpy.random` and `torch`, which belong to
-    the training loop when the worker is a thread. One worker at a time: the generators are shared.
+    the training loop when the worker is a thread. The training loop waits meanwhile.
     """
-    with _global_generators:
-        python_state = random.getstate()
-        numpy_state = np.random.get_state()
-        torch_state = torch.get_rng_state()
-        device_state = _device_state()
-        try:
-            random.seed(base_seed + worker_id)
-            np.random.seed(_generate_state(base_seed, worker_id))
-            torch.default_generator.manual_seed(base_seed + worker_id)
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            torch.set_rng_state(torch_state)
-            if device_state is not None:
-                module, states = device_state
-                module.set_rng_state_all(states)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    device_state = _device_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if device_state is not None:
+            module, states = device_state
+            module.set_rng_state_all(states)
+
+
+def seed_as_worker_process(base_seed: int, worker_id: int) -> None:
+    """Seed the process-wide generators as torch does in its worker process."""
+    random.seed(base_seed + worker_id)
+    np.random.seed(_generate_state(base_seed, worker_id))
+    torch.default_generator.manual_seed(base_seed + worker_id)
 
 
 def _device_state() -> tuple[Any, Any] | None:

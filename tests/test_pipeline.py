@@ -19,7 +19,9 @@ def fused(operation, collate=list, width=2):
 
 
 def pipeline_of(*stages, capacity=4, in_order=True):
-    return Pipeline(stages[0], stages, capacity=capacity, in_order=in_order, batched=True)
+    pipeline = Pipeline(stages[0], stages, capacity=capacity, in_order=in_order, batched=True)
+    pipeline.start()
+    return pipeline
 
 
 def batches_of(pipeline, source):
@@ -121,7 +123,7 @@ def test_a_worker_that_does_not_come_back_is_left_behind_with_a_warning():
         pipeline.next(0.01)
     assert is_waiting.wait(PATIENCE_SECONDS)
     with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
-        pipeline.close(grace_seconds=0.0)
+        pipeline.lifetime.close(grace_seconds=0.0)
     gate.set()
     for thread in pipeline.threads:
         thread.join(PATIENCE_SECONDS)
@@ -138,12 +140,13 @@ def test_closing_while_workers_are_being_set_up_ends_them(num_started):
 
     in_set_up, may_go_on = threading.Event(), threading.Event()
     stage = ThreadStage("preprocess", range(2), set_up, is_first=True)
-    pipeline = pipeline_of(stage)
+    pipeline = Pipeline(stage, [stage], capacity=4, in_order=True, batched=True)
     pipeline.begin(iter([[1]]))
     outcome = []
 
     def consume():
         try:
+            pipeline.start()
             pipeline.next(None)
         except RuntimeError as error:
             outcome.append(error)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import selectors
 import sys
 import weakref
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["EventLoop"]
 
@@ -21,12 +22,17 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._resting: list[asyncio.AbstractEventLoop] = []
+        self._process_id = os.getpid()
         weakref.finalize(self, _close_all, self._resting)
 
     def __reduce__(self) -> tuple[type[EventLoop], tuple[()]]:
         return EventLoop, ()
 
     def take(self) -> asyncio.AbstractEventLoop:
+        if self._process_id != os.getpid():
+            # The loops belong to the process that this one was forked from.
+            self._resting.clear()
+            self._process_id = os.getpid()
         try:
             return self._resting.pop()
         except IndexError:
@@ -49,6 +55,18 @@ if sys.platform == "linux":
         epoll counts in milliseconds and the standard library rounds up, so a loop wakes up half a
         millisecond late on average: too late for many short waits at a time.
         """
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._process_id = os.getpid()
+
+        def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+            if self._process_id != os.getpid():
+                # A forked process shares its parent's epoll. When it closes its copy of the loop,
+                # or only forgets it, the parent's must not lose what it waits for.
+                self._selector: Any = select.epoll()
+                self._process_id = os.getpid()
+            return super().unregister(fileobj)
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
             if timeout is not None and timeout > 0 and self.fileno() < _MAX_SELECT_FD:

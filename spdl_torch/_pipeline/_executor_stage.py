@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ._record import Record
+from ._signal import Signal
 from ._stages import CollateStage, GroupSize, Operation, note_origin, without_our_frame
 
 __all__ = ["ExecutorStage"]
@@ -32,6 +33,25 @@ class _Filled(NamedTuple):
 
     samples: Any
     seconds: float
+
+
+class _Futures(set[Future[Any]]):
+    """What an executor has been asked for. Its workers are not ours; only this is ours to end."""
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return []
+
+    def start(self, seconds_apart: float) -> None:
+        pass
+
+    def wait_until_set_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Take back what the executor has not begun."""
+        for future in list(self):
+            future.cancel()
 
 
 class ExecutorStage:
@@ -66,27 +86,9 @@ class ExecutorStage:
         self._held_back: deque[_Task] = deque()
         self._carrier_is_under_way = False
         self._hook_has_arrived = False
-        self._futures: set[Future[Any]] = set()
-
-    # -- lifetime: the workers are not ours, only what we asked of them is -----------------------
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        return []
-
-    def start(self) -> None:
-        pass
-
-    def wait_until_set_up(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        """Take back what the executor has not begun."""
-        for future in list(self._futures):
-            future.cancel()
-
-    def close(self) -> None:
-        self.abandon()
+        self._signal: Signal | None = None
+        self._futures = _Futures()
+        self.workers = [self._futures]
 
     # -- how work enters -----------------------------------------------------------------------
 
@@ -102,6 +104,9 @@ class ExecutorStage:
         return 1
 
     def put(self, record: Record, slots: Sequence[int]) -> None:
+        if record.signal is not self._signal:  # A new epoch, and nobody waits for the old one.
+            self._signal = record.signal
+            self._futures.close()
         size = len(slots) if self._takes_whole_batch else self._group_size.num_samples()
         for first in range(0, len(slots), size):
             task = _Task(record, slots[first : first + size])

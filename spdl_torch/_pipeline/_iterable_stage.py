@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ._record import Record
 from ._signal import Signal
 from ._stages import Operation, without_our_frame
-from ._workers import Work, Workers
+from ._workers import Workers
 
 __all__ = ["IterableStage"]
 
@@ -30,30 +29,10 @@ class IterableStage:
     """
 
     def __init__(self, name: str, width: int, set_up: SetUpIterable) -> None:
-        self._workers = [_IterableWorker(name, worker_id, set_up) for worker_id in range(width)]
+        self._iterables = [_IterableWorker(name, worker_id, set_up) for worker_id in range(width)]
+        self.workers = [iterable.thread for iterable in self._iterables]
         self._signal: Signal | None = None
         self._rotation: deque[_IterableWorker] = deque()
-
-    # -- lifetime ----------------------------------------------------------------------------
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        return [thread for worker in self._workers for thread in worker.thread.threads]
-
-    def start(self) -> None:
-        for worker in self._workers:
-            worker.thread.start()
-
-    def wait_until_set_up(self) -> None:
-        for worker in self._workers:
-            worker.thread.wait_until_set_up()
-
-    def abandon(self) -> None:
-        pass  # The workers pass over the tasks of an abandoned batch.
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.thread.close()
 
     # -- how work enters; runs in the consumer's thread ------------------------------------------
 
@@ -61,7 +40,7 @@ class IterableStage:
         for position, record in enumerate(records):
             if record.signal is not self._signal:  # A new epoch.
                 self._signal = record.signal
-                self._rotation = deque(self._workers)
+                self._rotation = deque(self._iterables)
             while self._rotation and self._rotation[0].exhausted_in is record.signal:
                 self._rotation.popleft()
             if not self._rotation:
@@ -84,17 +63,16 @@ class _IterableWorker:
         self._draw: Operation | None = None
         self.exhausted_in: Signal | None = None
         """The epoch in which this worker has nothing left, known by its signal."""
-        self.thread = Workers(name, [worker_id], self._set_up_worker)
+        self.tools: dict[int, tuple[OpenEpoch, Operation]] = {}
+        self.thread = Workers(name, [worker_id], self)
 
-    def _set_up_worker(self, worker_id: int) -> Work:
-        open_epoch, collate = self._set_up(worker_id)
+    def set_up_worker(self, worker_id: int) -> tuple[OpenEpoch, Operation]:
+        return self._set_up(worker_id)
 
-        def work(record: Record) -> None:
-            if not record.is_abandoned:
-                record.finish(self._make_batch(record, open_epoch, collate))
-                record.signal.set()
-
-        return work
+    def work(self, task: Record, tools: tuple[OpenEpoch, Operation]) -> None:
+        if not task.is_abandoned:
+            task.finish(self._make_batch(task, *tools))
+            task.signal.set()
 
     def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:
         stage = self._name

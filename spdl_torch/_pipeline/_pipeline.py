@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from ._record import Record
+from ._signal import Signal
 from ._window import FirstStage, Window
 
 __all__ = ["Pipeline", "Stage"]
@@ -21,35 +22,35 @@ _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
 _GRACE_SECONDS_AT_EXIT: Final = 1.0
 
-_live: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-"""The pipelines whose threads have been started, for the interpreter's exit."""
+_live: weakref.WeakSet[Lifetime] = weakref.WeakSet()
+"""Whose threads have been started, for the interpreter's exit."""
 
 
-class Stage(Protocol):
-    """The lifetime of a stage's threads, which the pipeline owns."""
+class WorkerGroup(Protocol):
+    """Threads of a stage. It must not refer to the stage, nor to anything of the user's."""
 
     @property
     def threads(self) -> list[threading.Thread]: ...
 
-    def start(self) -> None: ...
+    def start(self, seconds_apart: float) -> None:
+        """Start the threads, so long apart unless a worker is set up sooner; 0: all at once."""
 
     def wait_until_set_up(self) -> None:
         """Wait until every worker is ready; raise what its set-up raised."""
-
-    def abandon(self) -> None:
-        """An epoch was broken off: forget what only waits."""
 
     def close(self) -> None:
         """Let the workers end. Never blocks; may be called from any thread, at any time."""
 
 
-class Pipeline:
-    """Stages, first to last, and the window of the epoch that runs through them.
+class Stage(Protocol):
+    """A stage, as far as its lifetime goes."""
 
-    The threads start with the first batch and end with `close`, which is called by exactly one of:
-    the consumer at the end of its last epoch, the finaliser of whoever holds the pipeline, the
-    exit of the interpreter. Calling it again does nothing.
-    """
+    @property
+    def workers(self) -> Sequence[WorkerGroup]: ...
+
+
+class Pipeline:
+    """Stages, first to last, and the window of the epoch that runs through them."""
 
     def __init__(
         self,
@@ -66,23 +67,29 @@ class Pipeline:
         self._in_order = in_order
         self._batched = batched
         self._window: Window | None = None
-        self._is_started = False
-        self._is_closed = False
         self._process_id = os.getpid()
+        self.is_started = False
+        self.lifetime = Lifetime([group for stage in stages for group in stage.workers])
 
     def begin(self, source: Iterator[Any]) -> None:
         """Begin an epoch over what the source draws; the epoch before it is broken off."""
-        if self._window is not None:
-            self._window.close()
-            for stage in self._stages:
-                stage.abandon()
+        signal = Signal()
+        if self.lifetime.signal is not None:
+            self.lifetime.signal.close()
+        self.lifetime.signal = signal
         self._window = Window(
             source,
             self._first_stage,
+            signal,
             capacity=self._capacity,
             in_order=self._in_order,
             batched=self._batched,
         )
+
+    def start(self, seconds_apart: float = 0.0) -> None:
+        """Start all threads and wait until they are set up."""
+        self.is_started = True
+        self.lifetime.start(seconds_apart)
 
     def next(self, timeout_seconds: float | None) -> Record | None:
         """The next batch's record, or None at the end of the epoch."""
@@ -92,31 +99,67 @@ class Pipeline:
                 "this iterator's worker threads belong to the process that made it, and a fork "
                 "does not take threads along. Call iter(loader) in the child process."
             )
-        if not self._is_started:
-            self._start()
         return self._window.next(timeout_seconds)
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return [thread for stage in self._stages for thread in stage.threads]
+        return self.lifetime.threads
 
     @property
     def is_usable(self) -> bool:
         """Not closed, and in the process that has its threads."""
-        return not self._is_closed and os.getpid() == self._process_id
+        return not self.lifetime.is_closed and os.getpid() == self._process_id
+
+    def close(self) -> None:
+        self.lifetime.close()
+
+
+class Lifetime:
+    """The threads of a pipeline, from `start` to `close`, without the pipeline.
+
+    `close` is called by whoever comes first: the consumer at the end of its last epoch, the
+    finaliser of whoever holds the pipeline, the exit of the interpreter. Calling it again does
+    nothing. A finaliser keeps alive what it is going to call, so this must not refer to anything
+    that may refer to the holder.
+    """
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self._groups = groups
+        self.signal: Signal | None = None
+        """Of the epoch that runs now."""
+        self.is_closed = False
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return [thread for group in self._groups for thread in group.threads]
+
+    def start(self, seconds_apart: float) -> None:
+        _close_all_at_exit()
+        _live.add(self)
+        try:
+            for group in self._groups:
+                group.start(seconds_apart)
+            for group in self._groups:
+                group.wait_until_set_up()
+        except BaseException:
+            self.close()
+            raise
+        if self.is_closed:
+            # Closed by another thread meanwhile; it could not join what had not been started.
+            self._join(_GRACE_SECONDS)
 
     def close(self, grace_seconds: float = _GRACE_SECONDS) -> None:
         """End the threads and wait for them; no thread is left unless the user's code holds it.
 
         Close before join: a worker may be waiting for a task, and only closing wakes it.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
-        if self._window is not None:
-            self._window.close()
-        for stage in self._stages:
-            stage.close()
+        self.is_closed = True
+        if self.signal is not None:
+            self.signal.close()
+        for group in self._groups:
+            group.close()
         stuck = self._join(grace_seconds)
         if stuck:
             warnings.warn(
@@ -125,22 +168,6 @@ class Pipeline:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _start(self) -> None:
-        _close_all_at_exit()
-        _live.add(self)
-        self._is_started = True
-        try:
-            for stage in self._stages:
-                stage.start()
-            for stage in self._stages:
-                stage.wait_until_set_up()
-        except BaseException:
-            self.close()
-            raise
-        if self._is_closed:
-            # Closed by another thread meanwhile; it could not join what had not been started.
-            self._join(_GRACE_SECONDS)
 
     def _join(self, grace_seconds: float) -> list[str]:
         """Wait for the threads; gives the names of those that did not end in time."""
@@ -158,7 +185,7 @@ class Pipeline:
 
 @functools.cache
 def _close_all_at_exit() -> None:
-    """Have every pipeline closed before the interpreter is taken apart under its threads.
+    """Have all threads ended before the interpreter is taken apart under its threads.
 
     A thread that comes back from torch's code into a dead interpreter aborts the process. This is
     registered with the first start and not on import: the later, the earlier it runs.
@@ -169,5 +196,5 @@ def _close_all_at_exit() -> None:
 def _close_all() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Whatever is still running, the process ends now.
-        for pipeline in list(_live):
-            pipeline.close(_GRACE_SECONDS_AT_EXIT)
+        for lifetime in list(_live):
+            lifetime.close(_GRACE_SECONDS_AT_EXIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from operator import length_hint
 from typing import Any, Final, Protocol
 
 from ._record import Record
-from ._workers import Work, Workers
+from ._workers import Workers
 
 __all__ = [
     "CollateStage",
@@ -119,25 +118,9 @@ class ThreadStage:
         self._next_stage = next_stage
         self._collate_stage: CollateStage = collate_stage if collate_stage is not None else self
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
-        self._workers = Workers(name, worker_ids, self._set_up_worker)
-
-    # -- lifetime ----------------------------------------------------------------------------
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        return self._workers.threads
-
-    def start(self) -> None:
-        self._workers.start()
-
-    def wait_until_set_up(self) -> None:
-        self._workers.wait_until_set_up()
-
-    def abandon(self) -> None:
-        pass  # The workers pass over the jobs of an abandoned batch.
-
-    def close(self) -> None:
-        self._workers.close()
+        self.tools: dict[int, tuple[Operation | None, Operation | None]] = {}
+        self._workers = Workers(name, worker_ids, self)
+        self.workers = [self._workers]
 
     # -- how work enters ---------------------------------------------------------------------
 
@@ -189,25 +172,24 @@ class ThreadStage:
 
     # -- what a worker does ------------------------------------------------------------------
 
-    def _set_up_worker(self, worker_id: int) -> Work:
-        operation, collate = self._set_up(worker_id)
+    def set_up_worker(self, worker_id: int) -> tuple[Operation | None, Operation | None]:
+        return self._set_up(worker_id)
 
-        def work(jobs: list[_Job]) -> None:
-            started = time.perf_counter()
-            num_samples = 0
-            for job in jobs:
-                signal = job.record.signal
-                if signal.is_closed:
-                    continue
-                num_samples += self._do(job, operation, collate)
-                # Woken too early, the consumer would fight for the GIL with the worker that makes
-                # the next batch.
-                if not signal.consumer_is_patient:
-                    signal.set()
-            self._group_size.observe(num_samples, time.perf_counter() - started)
-            jobs[-1].record.signal.set()
-
-        return work
+    def work(self, task: list[_Job], tools: tuple[Operation | None, Operation | None]) -> None:
+        operation, collate = tools
+        started = time.perf_counter()
+        num_samples = 0
+        for job in task:
+            signal = job.record.signal
+            if signal.is_closed:
+                continue
+            num_samples += self._do(job, operation, collate)
+            # Woken too early, the consumer would fight for the GIL with the worker that makes the
+            # next batch.
+            if not signal.consumer_is_patient:
+                signal.set()
+        self._group_size.observe(num_samples, time.perf_counter() - started)
+        task[-1].record.signal.set()
 
     def _do(self, job: _Job, operation: Operation | None, collate: Operation | None) -> int:
         """Claim samples until there are none left; gives how many this worker got."""

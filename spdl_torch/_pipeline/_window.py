@@ -37,8 +37,8 @@ class FirstStage(Protocol):
 class Window:
     """The batches of one epoch that may be in flight, at most `capacity` of them.
 
-    Everything but `close` runs in the consumer's thread. Indices are drawn here, a window full at
-    the start and then one batch for each that is delivered, so that a sampler's random numbers
+    Everything here runs in the consumer's thread. Indices are drawn here, a window full at the
+    start and then one batch for each that is delivered, so that a sampler's random numbers
     are drawn where and when torch draws them, whatever the workers do meanwhile. Back-pressure is
     the absence of a new record.
     """
@@ -47,6 +47,7 @@ class Window:
         self,
         source: Iterator[Any],
         first_stage: FirstStage,
+        signal: Signal,
         *,
         capacity: int,
         in_order: bool,
@@ -63,11 +64,7 @@ class Window:
         self._num_drawn = 0
         self._source_has_ended = False
         self._returned = 0.0
-        self._signal = Signal()
-
-    def close(self) -> None:
-        """Abandon what is in flight and wake the consumer. May be called from any thread."""
-        self._signal.close()
+        self._signal = signal
 
     def next(self, timeout_seconds: float | None) -> Record | None:
         """The next finished batch, or None at the end of the epoch.

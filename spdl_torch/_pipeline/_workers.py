@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import Any, Final
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol
 
-__all__ = ["SetUp", "Work", "Workers"]
+__all__ = ["WorkerStage", "Workers"]
 
-Work = Callable[[Any], None]
-"""Does one task. It reports every failure to the task's record and never raises."""
 
-SetUp = Callable[[int], Work]
-"""Runs first in each worker's thread, with the worker's id; gives what does the worker's tasks."""
+class WorkerStage(Protocol):
+    """A stage with workers."""
+
+    tools: dict[int, Any]
+    """What each worker has been given to work with, by its id."""
+
+    def set_up_worker(self, worker_id: int) -> Any:
+        """Runs first in each worker's thread; gives the worker its tools."""
+
+    def work(self, task: Any, tools: Any) -> None:
+        """Do one task. Every failure is reported to the task's record; nothing is raised."""
+
 
 _Report = tuple[int, BaseException | None]
 """A worker's id and what its set-up raised, if anything."""
@@ -70,18 +80,22 @@ class _TaskQueue:
 class Workers:
     """Threads that take tasks from one queue until it is closed.
 
-    The queue is unbounded; what bounds the work is the window.
+    The queue is unbounded; what bounds the work is the window. Neither this object nor an idle
+    thread of it refers to the stage or to anything of the user's: a running thread is never
+    garbage, so what it refers to would never be either, and a dataset or a collate function may
+    well refer back to the iterator whose end is to end the threads.
     """
 
-    def __init__(self, name: str, ids: Sequence[int], set_up: SetUp) -> None:
+    def __init__(self, name: str, ids: Sequence[int], stage: WorkerStage) -> None:
         self._tasks = _TaskQueue()
         self._reports: SimpleQueue[_Report] = SimpleQueue()
+        self._errors: dict[int, BaseException | None] = {}
         # Daemon threads, because a worker may be stuck in the user's code for good and must not
         # keep the interpreter from exiting. The pipeline joins them in every other case.
         self.threads = [
             threading.Thread(
                 target=_serve,
-                args=(worker_id, set_up, self._tasks, self._reports),
+                args=(worker_id, weakref.ref(stage), self._tasks, self._reports),
                 name=f"spdl_torch-{name}-{worker_id}",
                 daemon=True,
             )
@@ -91,15 +105,20 @@ class Workers:
     def put(self, task: Any) -> None:
         self._tasks.put(task)
 
-    def start(self) -> None:
+    def start(self, seconds_apart: float) -> None:
+        """Start the threads, each when the one before it is set up or has had so many seconds."""
         for thread in self.threads:
             thread.start()
+            if seconds_apart > 0:
+                with contextlib.suppress(Empty):
+                    self._errors.update([self._reports.get(timeout=seconds_apart)])
 
     def wait_until_set_up(self) -> None:
         """Wait for every worker's set-up; raise what the first worker that failed has raised."""
-        errors = dict(self._reports.get() for _ in self.threads)
-        for worker_id in sorted(errors):
-            if (error := errors[worker_id]) is not None:
+        while len(self._errors) < len(self.threads):
+            self._errors.update([self._reports.get()])
+        for worker_id in sorted(self._errors):
+            if (error := self._errors[worker_id]) is not None:
                 raise error
 
     def close(self) -> None:
@@ -114,16 +133,27 @@ class Workers:
             self._tasks.put(_STOP)
 
 
-def _serve(worker_id: int, set_up: SetUp, tasks: _TaskQueue, reports: SimpleQueue[_Report]) -> None:
+def _serve(
+    worker_id: int,
+    stage_ref: weakref.ref[WorkerStage],
+    tasks: _TaskQueue,
+    reports: SimpleQueue[_Report],
+) -> None:
+    stage = stage_ref()
     try:
-        work = set_up(worker_id)
+        if stage is not None:
+            stage.tools[worker_id] = stage.set_up_worker(worker_id)
     except BaseException as error:
+        stage = None
         reports.put((worker_id, error))
         return
+    stage = None
     reports.put((worker_id, None))
     bell = threading.Lock()
     bell.acquire()
     while (task := tasks.get(bell)) is not _STOP:
-        work(task)
-        # While this thread waits for the next task, the last one's samples must not stay alive.
-        del task
+        stage = stage_ref()
+        if stage is not None:
+            stage.work(task, stage.tools[worker_id])
+        # While this thread waits for the next task, nothing of the last one may stay alive.
+        del task, stage

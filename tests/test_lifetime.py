@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -90,6 +91,34 @@ def test_a_waiting_worker_keeps_nothing_of_its_last_batch():
     assert list(loader) == [1, 1, 1]
     assert len(alive) == 0
     loader.close()
+
+
+def test_an_iterator_that_nobody_else_holds_gives_its_batch():
+    assert iter(DataLoader(Squares(), num_workers=2)).__next__().item() == 0
+    assert own_thread_names() == []
+
+
+class Trainer:
+    """Holds the iterator, which needs the trainer: cyclic garbage when it is dropped."""
+
+    def __init__(self):
+        self.loader = DataLoader(
+            Squares(), num_workers=2, persistent_workers=True, collate_fn=self.collate
+        )
+
+    def collate(self, samples):
+        return samples
+
+
+def test_workers_of_cyclic_garbage_end_when_it_is_collected():
+    trainer = Trainer()
+    list(trainer.loader)
+    alive = weakref.ref(trainer)
+    del trainer
+    assert len(own_thread_names()) == 2
+    gc.collect()
+    assert alive() is None
+    assert own_thread_names() == []
 
 
 class Failing(StagedDataset):
@@ -358,6 +387,41 @@ def test_a_forked_child_is_told_to_make_its_own_iterator():
         message = pipe.read()
     os.waitpid(child, 0)
     assert "Call iter(loader) in the child process" in message
+
+
+def test_a_forked_child_does_not_disturb_the_parents_event_loop():
+    loader = DataLoader(StagedAsync(6), num_workers=1, batch_size=6)
+    expected = list(loader)
+    child = os.fork()
+    if child == 0:  # pragma: no cover (in the child)
+        own = list(loader)
+        del loader  # Closes its copy of the loop.
+        os._exit(0 if own == expected else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(loader) == expected
+
+
+def test_the_intra_op_threads_of_other_threads_are_left_alone():
+    # In a new process: a thread decides on its number once, when it first needs one.
+    program = (
+        "import torch, threading\n"
+        "from spdl_torch import DataLoader\n"
+        "list(DataLoader([1, 2, 3], num_workers=2))\n"
+        "numbers = [torch.get_num_threads()]\n"
+        "other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))\n"
+        "other.start(); other.join()\n"
+        "print(*numbers)\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout == "2 2\n"
 
 
 EXIT = """

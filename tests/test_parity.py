@@ -184,3 +184,26 @@ def test_an_iterable_longer_than_its_length_warns_as_torchs_does():
         iterator._shutdown_workers()
     finally:
         del unsharded.dataset.__class__.__len__
+
+
+class DrawsAsItGoes:
+    """Draws each index from the global generator when it is asked for it."""
+
+    def __iter__(self):
+        for _ in range(200):
+            yield int(torch.randint(20, ()))
+
+    def __len__(self):
+        return 200
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_sampler_and_a_training_loop_may_draw_from_the_same_generator(batch_size):
+    """The sampler is advanced by one batch for each that is delivered, whatever workers do."""
+
+    def train(cls):
+        torch.manual_seed(3)
+        loader = cls(Squares(20), sampler=DrawsAsItGoes(), batch_size=batch_size, num_workers=2)
+        return [(batch.tolist(), torch.rand(()).item()) for batch in loader]
+
+    assert train(DataLoader) == train(torch.utils.data.DataLoader)

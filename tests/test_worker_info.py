@@ -134,6 +134,26 @@ def test_worker_init_fn_may_seed_everything_and_the_training_loop_does_not_notic
     assert states() == before
 
 
+def test_worker_init_fns_may_wait_for_each_other():
+    def init(worker_id):
+        together.wait(PATIENCE_SECONDS)
+
+    together = threading.Barrier(3)
+    assert len(list(DataLoader(Squares(5), num_workers=3, worker_init_fn=init))) == 5
+
+
+def test_worker_init_fn_may_use_a_loader_with_one():
+    def inner(worker_id):
+        random.seed(worker_id)
+
+    def outer(worker_id):
+        list(DataLoader(Squares(5), num_workers=2, worker_init_fn=inner))
+
+    before = states()[0]
+    assert len(list(DataLoader(Squares(5), num_workers=2, worker_init_fn=outer))) == 5
+    assert states()[0] == before
+
+
 def draws():
     return random.random(), np.random.rand(), torch.rand(()).item(), torch.initial_seed()
 

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ._assembly import CallerIterator, ThreadIterator
 from ._dataset import collate_of
-from ._pipeline import EventLoop
+from ._event_loop import EventLoop
 
 __all__ = ["DataLoader"]
 

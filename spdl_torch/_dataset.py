@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,8 @@ from operator import getitem
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, Subset, default_collate
+
+from ._event_loop import new_event_loop
 
 __all__ = ["Hooks", "StagedDataset", "collate_of", "hooks_of"]
 
@@ -240,17 +243,30 @@ class _LoopOfThread(threading.local):
     """One event loop for each thread, so that what a dataset binds to its loop stays usable."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
+        self._open()
+
+    def _open(self) -> None:
+        self._process_id = os.getpid()
+        self._runner = asyncio.Runner(loop_factory=new_event_loop)
         # Freed with the thread, or at the interpreter's exit.
         self._closes_with_thread = _Token()
-        weakref.finalize(self._closes_with_thread, self._runner.close)
+        weakref.finalize(
+            self._closes_with_thread, _close_in_process, self._runner, self._process_id
+        )
 
     def run(self, result: Awaitable[Any]) -> Any:
+        if self._process_id != os.getpid():  # The loop is the one of the forking process.
+            self._open()
         return self._runner.run(_awaited(result))
 
 
 class _Token:
     pass
+
+
+def _close_in_process(runner: asyncio.Runner, process_id: int) -> None:
+    if os.getpid() == process_id:
+        runner.close()
 
 
 _loop_of_thread = _LoopOfThread()

@@ -19,7 +19,8 @@ PACKAGE = Path(spdl_torch.__file__).parent
 
 MAY_IMPORT = {
     "__init__": {"_dataloader", "_dataset", "_version"},
-    "_dataloader": {"_assembly", "_dataset", "_pipeline"},
+    "_dataloader": {"_assembly", "_dataset", "_event_loop"},
+    "_dataset": {"_event_loop"},
     "_assembly": {
         "_collate",
         "_dataloader",  # for its type alone

@@ -230,6 +230,23 @@ def test_async_loads_without_workers_have_the_same_event_loop_too():
         assert len(list(DataLoader(BoundToItsLoop()))) == 4
 
 
+class ThroughAThread(StagedDataset):
+    def __len__(self):
+        return 12
+
+    async def load(self, index):
+        return await asyncio.to_thread(int, index)
+
+
+def test_torchs_worker_processes_have_event_loops_of_their_own():
+    dataset = ThroughAThread()
+    assert dataset[0] == 0  # Now this thread has one, which the processes are forked with.
+    loader = torch.utils.data.DataLoader(dataset, batch_size=3, num_workers=2)
+    for _ in range(3):
+        assert torch.cat(list(loader)).tolist() == list(range(12))
+    assert dataset[1] == 1
+
+
 class SwallowsCancelling(StagedDataset):
     def __init__(self):
         self.is_waiting = threading.Event()

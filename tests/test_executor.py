@@ -181,6 +181,33 @@ def test_breaking_off_takes_back_what_the_executor_has_not_begun():
     assert all(future.cancelled() for future in waiting)
 
 
+class InterruptsOnce(ThreadPoolExecutor):
+    was_interrupted = False
+
+    def submit(self, fn, /, *args, **kwargs):
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_an_interrupted_hand_over_is_an_error_at_its_batches_and_not_a_hang():
+    with InterruptsOnce(1) as executor:
+        loader = DataLoader(
+            Squares(6), num_workers=1, prefetch_factor=1, preprocess_executor=executor
+        )
+        iterator = iter(loader)
+        found = []
+        for _ in range(6):
+            try:
+                found.append(next(iterator).item())
+            except (KeyboardInterrupt, RuntimeError) as error:
+                found.append(type(error))
+        assert found[0] is KeyboardInterrupt
+        assert found[-1] in (16, 25)
+        list(iterator)
+
+
 def test_a_dataset_that_cannot_be_pickled_is_refused_with_advice():
     class Local(Squares):
         pass

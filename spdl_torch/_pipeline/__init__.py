@@ -17,7 +17,6 @@ What makes this right, in one place:
 """
 
 from ._async_stage import AsyncStage
-from ._event_loop import EventLoop
 from ._executor_stage import ExecutorStage
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
@@ -27,7 +26,6 @@ from ._window import NotInTime
 
 __all__ = [
     "AsyncStage",
-    "EventLoop",
     "ExecutorStage",
     "IterableStage",
     "NotInTime",

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from queue import SimpleQueue
 from typing import Any
 
-from ._event_loop import EventLoop
+from .._event_loop import EventLoop
 from ._record import Record
 from ._stages import CollateStage, SampleStage, check_count, note_origin, without_our_frame
 

@@ -130,7 +130,15 @@ class Window:
         if not self._unopened:
             return False
         records, self._unopened = self._unopened, []
-        num_opened = self._first_stage.open(records)
+        try:
+            num_opened = self._first_stage.open(records)
+        except BaseException:
+            # Ctrl-C in the middle: nobody knows which of them the workers know. They must not be
+            # waited for by whoever goes on with the same iterator.
+            for record in records:
+                record.fail(0, RuntimeError("the loop was interrupted while it began this batch"))
+                record.finish()
+            raise
         if num_opened < len(records):
             self._source_has_ended = True
             for record in records[num_opened:]:

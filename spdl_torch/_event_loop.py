@@ -1,4 +1,4 @@
-"""An event loop that outlives the threads it runs in."""
+"""Event loops that outlive the threads they run in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import weakref
 from typing import Any, Final
 
-__all__ = ["EventLoop"]
+__all__ = ["EventLoop", "new_event_loop"]
 
 
 class EventLoop:
@@ -23,7 +23,7 @@ class EventLoop:
     def __init__(self) -> None:
         self._resting: list[asyncio.AbstractEventLoop] = []
         self._process_id = os.getpid()
-        weakref.finalize(self, _close_all, self._resting)
+        weakref.finalize(self, _close_all, self._resting, self._process_id)
 
     def __reduce__(self) -> tuple[type[EventLoop], tuple[()]]:
         return EventLoop, ()
@@ -36,15 +36,16 @@ class EventLoop:
         try:
             return self._resting.pop()
         except IndexError:
-            return _new_event_loop()
+            return new_event_loop()
 
     def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
         self._resting.append(loop)
 
 
-def _close_all(loops: list[asyncio.AbstractEventLoop]) -> None:
-    for loop in loops:
-        loop.close()
+def _close_all(loops: list[asyncio.AbstractEventLoop], process_id: int) -> None:
+    if os.getpid() == process_id:
+        for loop in loops:
+            loop.close()
 
 
 if sys.platform == "linux":
@@ -76,7 +77,8 @@ if sys.platform == "linux":
             return super().select(timeout)
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop that is safe in a process that forks."""
     loop = asyncio.new_event_loop()
     # Any other type is the user's own choice.
     if sys.platform == "linux" and type(loop) is asyncio.SelectorEventLoop:

@@ -84,14 +84,16 @@ class ThreadIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
-        self._workshop = _Workshop.of(self, loader)
+        with _one_walk_at_a_time(loader.dataset):
+            super().__init__(loader)
+            self._workshop = _Workshop.of(self, loader)
         self._pipeline = _assemble(loader, self._workshop, self._dataset_kind)
         # At the interpreter's exit the pipeline closes by itself.
         weakref.finalize(self, self._pipeline.lifetime.close).atexit = False
         if isinstance(self._dataset, IterDataPipe):
             # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
-            super()._reset(loader, first_iter=True)
+            with _datapipe_graphs:
+                super()._reset(loader, first_iter=True)
         self._epoch = self._begin()
 
     def __next__(self) -> Any:
@@ -118,7 +120,8 @@ class ThreadIterator(_BaseDataLoaderIter):
         self._pipeline.close()
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)
+        with _one_walk_at_a_time(self._dataset):
+            super()._reset(loader, first_iter)
         self._workshop.shared_seed = self._shared_seed
         self._epoch = self._begin()
 

@@ -125,7 +125,9 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
                 in_order=in_order,
             )
         except ValueError as error:
-            raise ValueError(_with_advice(str(error))) from None
+            if type(error) is not ValueError or (advice := _advice_on(str(error))) is None:
+                raise
+            raise ValueError(f"{str(error).rstrip('. ')}. {advice}") from None
 
     def _check(self, dataset: Any, num_workers: Any, prefetch_factor: Any) -> None:
         # What torch does not check, or only when it is too late.
@@ -133,7 +135,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             raise ValueError(
                 f'worker_method must be "thread" or "multiprocessing", got {self.worker_method!r}.'
             )
-        if not isinstance(num_workers, int):
+        if not hasattr(num_workers, "__index__"):
             raise TypeError(
                 f"num_workers must be an int, got {num_workers!r}. "
                 "Use num_workers=0 to load in the calling thread."
@@ -175,7 +177,11 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         # to the process that this one was forked from.
         if isinstance(self._iterator, ThreadIterator) and not self._iterator.is_usable:
             self._iterator = None
-        return super().__iter__()
+        iterator: _BaseDataLoaderIter | None = super().__iter__()
+        if self._is_closed or iterator is None:  # By another thread, meanwhile.
+            self.close()
+            raise RuntimeError("this DataLoader is closed. Make a new one to iterate again.")
+        return iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
@@ -239,8 +245,5 @@ def _check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}. Leave it out for the default.")
 
 
-def _with_advice(message: str) -> str:
-    for words, advice in _ADVICE.items():
-        if words in message:
-            return f"{message.rstrip('. ')}. {advice}"
-    return message
+def _advice_on(message: str) -> str | None:
+    return next((advice for words, advice in _ADVICE.items() if words in message), None)

@@ -116,5 +116,5 @@ class _Unpickler(pickle.Unpickler):
 def of_copy(function: Any, dataset: Any, dataset_copy: Any) -> Any:
     """The function, or the copy's method where it is a method of the dataset that was copied."""
     if getattr(function, "__self__", None) is dataset and dataset is not dataset_copy:
-        return getattr(dataset_copy, function.__name__)
+        return types.MethodType(function.__func__, dataset_copy)
     return function

@@ -11,7 +11,9 @@ from typing import Any
 
 from .._event_loop import EventLoop
 from ._record import Record
+from ._signal import Signal
 from ._stages import CollateStage, SampleStage, check_count, note_origin, without_our_frame
+from ._workers import THREAD_NAME
 
 __all__ = ["AsyncStage"]
 
@@ -96,11 +98,14 @@ class _LoopThread:
         self._tasks: asyncio.Queue[tuple[Record, int]] = asyncio.Queue()
         self._main_task: asyncio.Task[None] | None = None
         self._reports: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._signal: Signal | None = None
         self.is_closed = False
-        thread_name = f"spdl_torch-{name}-{worker_id}"
+        thread_name = f"{THREAD_NAME}{name}-{worker_id}"
         self.threads = [threading.Thread(target=self._run, name=thread_name, daemon=True)]
 
     def put(self, tasks: list[tuple[Record, int]]) -> None:
+        if tasks:
+            self._signal = tasks[0][0].signal
         assert self._loop is not None, "a batch was opened before the stage was started"
         self._loop.call_soon_threadsafe(self._accept, tasks)
 
@@ -112,11 +117,15 @@ class _LoopThread:
         if (error := self._reports.get()) is not None:
             raise error
 
+    def abandon(self) -> None:
+        pass  # Samples in flight arrive and are thrown away; the waiting ones are passed over.
+
     def close(self) -> None:
         # Flag first, task second; _main goes the other way round, so one of the two sees the other.
         self.is_closed = True
-        if self._main_task is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._main_task.cancel)
+        main_task = self._main_task
+        if main_task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(main_task.cancel)
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -125,11 +134,14 @@ class _LoopThread:
                 stage.set_up_worker(self._worker_id)
             del stage
             self._loop.run_until_complete(self._main())
-        except asyncio.CancelledError:
-            pass  # By close().
         except BaseException as error:
-            self._reports.put(error)
+            if self._main_task is None:
+                self._reports.put(error)
+            elif not self.is_closed and self._signal is not None:
+                # The user's code has stopped the loop, or cancelled what is not its own.
+                self._signal.fail(error)
         finally:
+            self._main_task = None
             self._event_loop.give_back(self._loop)
 
     async def _main(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import threading
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ._record import Record
-from ._signal import Signal
 from ._stages import CollateStage, GroupSize, Operation, note_origin, without_our_frame
 
 __all__ = ["ExecutorStage"]
@@ -48,10 +48,13 @@ class _Futures(set[Future[Any]]):
     def wait_until_set_up(self) -> None:
         pass
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Take back what the executor has not begun."""
         for future in list(self):
             future.cancel()
+
+    def close(self) -> None:
+        self.abandon()
 
 
 class ExecutorStage:
@@ -86,7 +89,6 @@ class ExecutorStage:
         self._held_back: deque[_Task] = deque()
         self._carrier_is_under_way = False
         self._hook_has_arrived = False
-        self._signal: Signal | None = None
         self._futures = _Futures()
         self.workers = [self._futures]
 
@@ -104,9 +106,8 @@ class ExecutorStage:
         return 1
 
     def put(self, record: Record, slots: Sequence[int]) -> None:
-        if record.signal is not self._signal:  # A new epoch, and nobody waits for the old one.
-            self._signal = record.signal
-            self._futures.close()
+        if record.is_abandoned:
+            return
         size = len(slots) if self._takes_whole_batch else self._group_size.num_samples()
         for first in range(0, len(slots), size):
             task = _Task(record, slots[first : first + size])
@@ -116,7 +117,12 @@ class ExecutorStage:
                     continue
                 carries_hook = not self._hook_has_arrived
                 self._carrier_is_under_way |= carries_hook
-            self._submit(task, carries_hook)
+            try:
+                self._submit(task, carries_hook)
+            except BaseException:  # Ctrl-C in the middle: the carrier may not be under way.
+                if carries_hook:
+                    self._release_held_back()
+                raise
 
     def _submit(self, task: _Task, carries_hook: bool) -> None:
         record, slots = task
@@ -219,6 +225,7 @@ def _run_hook(
         for sample in inputs:
             samples.append(hook(sample))  # noqa: PERF401 (an error must not take the count with it)
     except BaseException as error:
-        setattr(error, _OFFSET, len(samples))
+        with contextlib.suppress(Exception):  # An exception may refuse to be changed.
+            setattr(error, _OFFSET, len(samples))
         raise
     return _Filled(samples, time.perf_counter() - started)

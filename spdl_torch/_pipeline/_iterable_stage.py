@@ -8,7 +8,7 @@ from typing import Any
 
 from ._record import Record
 from ._signal import Signal
-from ._stages import Operation, without_our_frame
+from ._stages import Operation, note_origin, without_our_frame
 from ._workers import Workers
 
 __all__ = ["IterableStage"]
@@ -69,6 +69,10 @@ class _IterableWorker:
     def set_up_worker(self, worker_id: int) -> tuple[OpenEpoch, Operation]:
         return self._set_up(worker_id)
 
+    def dismiss_worker(self, worker_id: int) -> None:
+        self._draw = None
+        self.tools.pop(worker_id, None)
+
     def work(self, task: Record, tools: tuple[OpenEpoch, Operation]) -> None:
         if not task.is_abandoned:
             task.finish(self._make_batch(task, *tools))
@@ -85,7 +89,7 @@ class _IterableWorker:
                 stage = "collate"
                 return collate(samples)
         except BaseException as error:
-            error.add_note(f"spdl_torch: raised in the {stage} stage for batch {record.number}")
+            note_origin(error, stage, record, None)
             record.fail(0, without_our_frame(error))
         return None
 

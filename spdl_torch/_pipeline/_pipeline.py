@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from ._record import Record
 from ._signal import Signal
 from ._window import FirstStage, Window
+from ._workers import THREAD_NAME
 
 __all__ = ["Pipeline", "Stage"]
 
@@ -37,6 +38,9 @@ class WorkerGroup(Protocol):
 
     def wait_until_set_up(self) -> None:
         """Wait until every worker is ready; raise what its set-up raised."""
+
+    def abandon(self) -> None:
+        """An epoch was broken off: forget what only waits."""
 
     def close(self) -> None:
         """Let the workers end. Never blocks; may be called from any thread, at any time."""
@@ -74,9 +78,7 @@ class Pipeline:
     def begin(self, source: Iterator[Any]) -> None:
         """Begin an epoch over what the source draws; the epoch before it is broken off."""
         signal = Signal()
-        if self.lifetime.signal is not None:
-            self.lifetime.signal.close()
-        self.lifetime.signal = signal
+        self.lifetime.begin(signal)
         self._window = Window(
             source,
             self._first_stage,
@@ -133,10 +135,19 @@ class Lifetime:
     def threads(self) -> list[threading.Thread]:
         return [thread for group in self._groups for thread in group.threads]
 
+    def begin(self, signal: Signal) -> None:
+        if self.signal is not None:
+            self.signal.close()
+            for group in self._groups:
+                group.abandon()
+        self.signal = signal
+        if self.is_closed:
+            signal.close()
+
     def start(self, seconds_apart: float) -> None:
-        _close_all_at_exit()
-        _live.add(self)
         try:
+            _close_all_at_exit()
+            _live.add(self)
             for group in self._groups:
                 group.start(seconds_apart)
             for group in self._groups:
@@ -172,15 +183,29 @@ class Lifetime:
     def _join(self, grace_seconds: float) -> list[str]:
         """Wait for the threads; gives the names of those that did not end in time."""
         deadline = time.monotonic() + grace_seconds
-        stuck = []
+        stuck: list[str] = []
+        if threading.current_thread().name.startswith(THREAD_NAME):
+            # A worker whose garbage collection closes us may hold what the others wait for.
+            return stuck
         for thread in self.threads:
-            # Not started yet, or the worker whose garbage collection closes us.
-            if thread.ident is None or thread is threading.current_thread():
-                continue
-            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                stuck.append(thread.name)
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    stuck.append(thread.name)
         return stuck
+
+    def close_at_exit(self) -> None:
+        """Close, and wait for the threads that are at work, however long it takes.
+
+        A thread that comes back from torch's code into a dead interpreter aborts the process. One
+        that only sleeps or waits does no harm, and may do so for ever.
+        """
+        self.close(_GRACE_SECONDS_AT_EXIT)
+        for thread in self.threads:
+            seconds_used = -1.0
+            while thread.is_alive() and _cpu_seconds(thread) > seconds_used:
+                seconds_used = _cpu_seconds(thread)
+                thread.join(0.25)
 
 
 @functools.cache
@@ -197,4 +222,13 @@ def _close_all() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Whatever is still running, the process ends now.
         for lifetime in list(_live):
-            lifetime.close(_GRACE_SECONDS_AT_EXIT)
+            lifetime.close_at_exit()
+
+
+def _cpu_seconds(thread: threading.Thread) -> float:
+    if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    except OSError:
+        return 0.0  # It has just ended.

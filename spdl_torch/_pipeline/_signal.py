@@ -19,10 +19,16 @@ class Signal:
     def __init__(self) -> None:
         self._nothing_happened = threading.Lock()
         self._nothing_happened.acquire()
+        self.error: BaseException | None = None
         self.is_closed = False
         """The epoch is over: what its workers still do is for nobody."""
         self.consumer_is_patient = False
         """Whoever has more to do may do it first: the consumer is going to look by itself soon."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the epoch with this error: what makes its batches is gone."""
+        self.error = error
+        self.close()
 
     def set(self) -> None:
         try:  # noqa: SIM105 (contextlib.suppress takes ten times as long)

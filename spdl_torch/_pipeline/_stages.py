@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -116,7 +117,8 @@ class ThreadStage:
         self._is_first = is_first
         self._takes_whole_batch = takes_whole_batch
         self._next_stage = next_stage
-        self._collate_stage: CollateStage = collate_stage if collate_stage is not None else self
+        self._collate_stage = collate_stage
+        """None: this stage itself. (A stage that refers to itself would outlive its iterator.)"""
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
         self.tools: dict[int, tuple[Operation | None, Operation | None]] = {}
         self._workers = Workers(name, worker_ids, self)
@@ -130,7 +132,7 @@ class ThreadStage:
             num_samples = len(record.indices)
             if num_samples == 0:
                 # A sampler may draw an empty batch; what to make of it is for collate to say.
-                self._collate_stage.collate(record)
+                (self._collate_stage or self).collate(record)
             else:
                 slots = range(1 if self._takes_whole_batch else num_samples)
                 jobs.append(_Job(self._workers, record, slots, num_samples))
@@ -175,6 +177,9 @@ class ThreadStage:
     def set_up_worker(self, worker_id: int) -> tuple[Operation | None, Operation | None]:
         return self._set_up(worker_id)
 
+    def dismiss_worker(self, worker_id: int) -> None:
+        self.tools.pop(worker_id, None)
+
     def work(self, task: list[_Job], tools: tuple[Operation | None, Operation | None]) -> None:
         operation, collate = tools
         started = time.perf_counter()
@@ -183,7 +188,13 @@ class ThreadStage:
             signal = job.record.signal
             if signal.is_closed:
                 continue
-            num_samples += self._do(job, operation, collate)
+            try:
+                num_samples += self._do(job, operation, collate)
+            except BaseException as error:
+                # Not the user's code but ours, or something that interrupts any code. The consumer
+                # must not wait for ever.
+                job.record.fail(0, without_our_frame(error))
+                job.record.finish()
             # Woken too early, the consumer would fight for the GIL with the worker that makes the
             # next batch.
             if not signal.consumer_is_patient:
@@ -205,7 +216,7 @@ class ThreadStage:
                 num_done, num_settled = self._fill_and_pass_on(job, operation, self._next_stage)
             if num_settled == 0 or not record.settle(num_settled):
                 return num_done
-            if self._collate_stage is not self:
+            if self._collate_stage is not None:
                 self._collate_stage.collate(record)
                 return num_done
         assert collate is not None, "a batch was handed to a stage that does not collate"
@@ -265,7 +276,7 @@ class ThreadStage:
         for _ in job.unclaimed:
             try:
                 samples = operation(record.drawn)
-                if self._next_stage is not None:
+                if self._collate_stage is not None:  # It loads; what is loaded is counted.
                     samples = check_count(samples, num_samples)
                 record.slots = samples
             except BaseException as error:
@@ -312,11 +323,13 @@ def check_count(samples: Any, num_samples: int) -> list[Any]:
 
 def note_origin(error: BaseException, stage: str, record: Record, slot: int | None) -> None:
     """Say in the user's own exception where in the pipeline it was raised."""
-    if slot is None:
-        where = f"batch {record.number} (sample indices {_shortened(record.indices)})"
-    else:
-        where = f"sample index {record.indices[slot]!r} (batch {record.number})"
-    error.add_note(f"spdl_torch: raised in the {stage} stage for {where}")
+    # An exception may refuse notes, an index may have no repr: the note is not worth an error.
+    with contextlib.suppress(Exception):
+        if slot is None:
+            where = f"batch {record.number} (sample indices {_shortened(record.indices)})"
+        else:
+            where = f"sample index {record.indices[slot]!r} (batch {record.number})"
+        error.add_note(f"spdl_torch: raised in the {stage} stage for {where}")
 
 
 def without_our_frame(error: BaseException) -> BaseException:

@@ -75,6 +75,11 @@ class Window:
         is_quick = time.perf_counter() - self._returned < _QUICK_SECONDS
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
+            if self._signal.error is not None:
+                raise RuntimeError(
+                    "the event loop that runs the dataset's load has ended. "
+                    "Do not stop the loop or cancel its tasks in load."
+                ) from self._signal.error
             if self._signal.is_closed and not (self._source_has_ended and not self._pending):
                 raise RuntimeError(
                     "this iterator is closed and has no workers any more. "
@@ -120,6 +125,9 @@ class Window:
                 record.fail(0, error)
                 record.finish()
             else:
+                # A sampler may use its list again, and an iterator is used up.
+                if isinstance(drawn, list | Iterator):
+                    drawn = indices
                 record = Record(self._num_drawn, drawn, indices, self._signal)
                 self._unopened.append(record)
             self._num_drawn += 1
@@ -161,8 +169,12 @@ class Window:
         if any(record.has_shareable_work() for record in self._pending):
             self._signal.consumer_is_patient = True
             patience = time.monotonic() + _PATIENCE_SECONDS
-            in_time = self._signal.wait(patience if deadline is None else min(patience, deadline))
-            self._signal.consumer_is_patient = False
+            if deadline is not None:
+                patience = min(patience, deadline)
+            try:
+                in_time = self._signal.wait(patience)
+            finally:
+                self._signal.consumer_is_patient = False
             if not in_time:
                 # The work was not as cheap as it seemed, or it waits for work behind it.
                 for record in self._pending:

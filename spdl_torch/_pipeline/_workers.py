@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
-__all__ = ["WorkerStage", "Workers"]
+__all__ = ["THREAD_NAME", "WorkerStage", "Workers"]
+
+THREAD_NAME: Final = "spdl_torch-"
+"""How the names of all our threads begin."""
 
 
 class WorkerStage(Protocol):
@@ -24,6 +27,9 @@ class WorkerStage(Protocol):
 
     def work(self, task: Any, tools: Any) -> None:
         """Do one task. Every failure is reported to the task's record; nothing is raised."""
+
+    def dismiss_worker(self, worker_id: int) -> None:
+        """Runs last in each worker's thread: what is its own ends where it was used."""
 
 
 _Report = tuple[int, BaseException | None]
@@ -96,7 +102,7 @@ class Workers:
             threading.Thread(
                 target=_serve,
                 args=(worker_id, weakref.ref(stage), self._tasks, self._reports),
-                name=f"spdl_torch-{name}-{worker_id}",
+                name=f"{THREAD_NAME}{name}-{worker_id}",
                 daemon=True,
             )
             for worker_id in ids
@@ -117,9 +123,17 @@ class Workers:
         """Wait for every worker's set-up; raise what the first worker that failed has raised."""
         while len(self._errors) < len(self.threads):
             self._errors.update([self._reports.get()])
-        for worker_id in sorted(self._errors):
-            if (error := self._errors[worker_id]) is not None:
-                raise error
+        # Not kept: an exception refers to the frames of whoever is going to catch it.
+        errors, self._errors = self._errors, {}
+        for worker_id in sorted(errors):
+            if (error := errors[worker_id]) is not None:
+                try:
+                    raise error
+                finally:
+                    del errors, error
+
+    def abandon(self) -> None:
+        self._tasks.clear()
 
     def close(self) -> None:
         """Let every worker end after the task it is at. Never waits, may be called at any time.
@@ -157,3 +171,5 @@ def _serve(
             stage.work(task, stage.tools[worker_id])
         # While this thread waits for the next task, nothing of the last one may stay alive.
         del task, stage
+    if (stage := stage_ref()) is not None:
+        stage.dismiss_worker(worker_id)

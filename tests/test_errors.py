@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import threading
 import traceback
 import weakref
@@ -259,6 +261,19 @@ def test_a_raised_exception_keeps_no_batch_alive():
     assert len(alive) == 0
 
 
+class FailsWith(StagedDataset):
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 4
+
+    async def load(self, index):
+        if index == 1:
+            raise self.error
+        return index
+
+
 class WrongCount(StagedDataset):
     def __init__(self, is_async):
         self.is_async = is_async
@@ -288,13 +303,46 @@ def test_load_many_must_give_one_for_each_index(is_async):
         assert "asked for 2 samples at once, got 1" in str(error)
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses every change, a note too."""
+
+    text: str = "frozen"
+
+
+@pytest.mark.parametrize("dataset", [Raising(4, 1, FrozenError()), FailsWith(FrozenError())])
+def test_an_exception_that_refuses_notes_is_raised_without_one(dataset):
+    iterator = iter(DataLoader(dataset, num_workers=2))
+    found = []
+    for _ in range(4):
+        try:
+            found.append(next(iterator).item())
+        except FrozenError as error:
+            found.append(error.text)
+    assert found[1] == "frozen"
+    assert len(found) == 4
+    list(iterator)
+
+
+class StopsItsLoop(StagedDataset):
+    def __len__(self):
+        return 8
+
+    async def load(self, index):
+        asyncio.current_task().get_loop().stop()
+        await asyncio.Event().wait()
+
+
+def test_a_load_that_stops_the_event_loop_is_an_error_and_not_a_hang():
+    with pytest.raises(RuntimeError, match="event loop that runs the dataset's load has ended"):
+        next(iter(DataLoader(StopsItsLoop(), num_workers=1, num_io_workers=1)))
+
+
 class CancelsItself(StagedDataset):
     def __len__(self):
         return 3
 
     async def load(self, index):
-        import asyncio  # noqa: PLC0415 (only here)
-
         if index == 1:
             raise asyncio.CancelledError("by itself")
         return index
@@ -303,8 +351,6 @@ class CancelsItself(StagedDataset):
 def test_a_load_that_cancels_itself_is_an_error_at_its_batch():
     iterator = iter(DataLoader(CancelsItself(), num_workers=1))
     assert next(iterator).item() == 0
-    import asyncio  # noqa: PLC0415 (only here)
-
     with pytest.raises(asyncio.CancelledError):
         next(iterator)
     assert next(iterator).item() == 2

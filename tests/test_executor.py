@@ -181,6 +181,18 @@ def test_breaking_off_takes_back_what_the_executor_has_not_begun():
     assert all(future.cancelled() for future in waiting)
 
 
+def test_a_new_epoch_is_not_cancelled_with_the_old_one():
+    with ThreadPoolExecutor(2) as executor:
+        loader = DataLoader(
+            Staged(40), num_workers=2, persistent_workers=True, preprocess_executor=executor
+        )
+        for _ in range(30):
+            for _ in loader:
+                break
+        assert len(list(loader)) == 40
+        loader.close()
+
+
 class InterruptsOnce(ThreadPoolExecutor):
     was_interrupted = False
 

@@ -142,7 +142,10 @@ class _LoopThread:
                 self._signal.fail(error)
         finally:
             self._main_task = None
-            self._event_loop.give_back(self._loop)
+            if self.is_closed:
+                self._event_loop.give_back(self._loop)
+            else:
+                self._loop.close()  # Nobody knows what is left in it.
 
     async def _main(self) -> None:
         self._main_task = asyncio.current_task()

@@ -89,7 +89,7 @@ class ThreadIterator(_BaseDataLoaderIter):
             self._workshop = _Workshop.of(self, loader)
         self._pipeline = _assemble(loader, self._workshop, self._dataset_kind)
         # At the interpreter's exit the pipeline closes by itself.
-        weakref.finalize(self, self._pipeline.lifetime.close).atexit = False
+        weakref.finalize(self, self._pipeline.lifetime.close_by_finaliser).atexit = False
         if isinstance(self._dataset, IterDataPipe):
             # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
             with _datapipe_graphs:

@@ -6,8 +6,9 @@ made. At most `capacity` records are open at a time (`Window`). `Pipeline` owns 
 
 What makes this right, in one place:
 
-* Nothing polls. A worker waits in its queue's `get`, the consumer waits for its `Signal`, and
-  whoever changes what they wait for wakes them: a task, a finished record, or `close`.
+* Nothing polls, but for the exit of the interpreter. A worker waits in its queue's `get`, the
+  consumer waits for its `Signal`, and whoever changes what they wait for wakes them: a task, a
+  finished record, or `close`.
 * No value of the user's has a meaning here: `None` is a sample like any other.
 * A record is finished exactly once, because exactly one caller of `Record.settle` is the last.
 * An exception belongs to its record. It never ends a worker, and the next record is not harmed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
@@ -184,15 +185,24 @@ class Lifetime:
         """Wait for the threads; gives the names of those that did not end in time."""
         deadline = time.monotonic() + grace_seconds
         stuck: list[str] = []
-        if threading.current_thread().name.startswith(THREAD_NAME):
-            # A worker whose garbage collection closes us may hold what the others wait for.
-            return stuck
         for thread in self.threads:
-            if thread.is_alive():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     stuck.append(thread.name)
         return stuck
+
+    def close_by_finaliser(self) -> None:
+        """Close, and wait for the threads unless this is a worker.
+
+        Garbage is collected anywhere, so a worker that collects us may hold a lock that ours wait
+        for. They end by themselves.
+        """
+        is_worker = threading.current_thread().name.startswith(THREAD_NAME)
+        with warnings.catch_warnings() if is_worker else contextlib.nullcontext():
+            if is_worker:
+                warnings.simplefilter("ignore")
+            self.close(0.0 if is_worker else _GRACE_SECONDS)
 
     def close_at_exit(self) -> None:
         """Close, and wait for the threads that are at work, however long it takes.

@@ -238,11 +238,11 @@ class _Workshop:
         if needs_copies or loader.copy_dataset:
             copies = DatasetCopies(dataset, or_shallow=not loader.copy_dataset)
         collate_fn = loader.collate_fn
-        if collate_fn is torch.utils.data.default_collate:
-            collate_fn = default_collate
         pin_device = None
         if iterator._pin_memory:
             pin_device = (iterator._pin_memory_device, torch.accelerator.current_device_index())
+        if collate_fn is torch.utils.data.default_collate:
+            collate_fn = default_collate if pin_device is None else _pinned_collate
         return cls(
             dataset=dataset,
             copies=copies,
@@ -320,6 +320,14 @@ class _Workshop:
     def _pinned(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         assert self.pin_device is not None
         return pin_memory(collate(samples), self.pin_device[0])
+
+
+def _pinned_collate(samples: list[Any]) -> Any:
+    return default_collate(samples, empty=_empty_pinned)
+
+
+def _empty_pinned(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _as_it_is(samples: Any) -> Any:

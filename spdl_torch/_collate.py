@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import collate, collate_int_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import (
+    collate,
+    collate_int_fn,
+    collate_tensor_fn,
+    default_collate_fn_map,
+)
 
 __all__ = ["default_collate"]
 
 
-def default_collate(samples: list[Any]) -> Any:
-    """Make the batch that torch's `default_collate` makes, sooner where there is a quicker way."""
+def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = torch.empty) -> Any:
+    """Make the batch that torch's `default_collate` makes, sooner where there is a quicker way.
+
+    Tensors are written straight into memory from `empty`, such as pinned memory.
+    """
     # Looked up at each call: torch invites its users to put functions of their own into the map.
-    fn_map = default_collate_fn_map
+    fn_map = dict(default_collate_fn_map)
     if fn_map.get(int) is collate_int_fn:
-        fn_map = {**fn_map, int: _collate_ints}
+        fn_map[int] = _collate_ints
+    if empty is not torch.empty and fn_map.get(torch.Tensor) is collate_tensor_fn:
+        fn_map[torch.Tensor] = partial(_collate_tensors, empty=empty)
     return collate(samples, collate_fn_map=fn_map)
 
 
@@ -27,3 +39,18 @@ def _collate_ints(samples: list[Any], **_: Any) -> torch.Tensor:
         if array.dtype == np.int64:
             return torch.from_numpy(array)
     return torch.tensor(samples)
+
+
+def _collate_tensors(
+    samples: list[torch.Tensor], *, empty: Callable[..., torch.Tensor], collate_fn_map: Any = None
+) -> Any:
+    first = samples[0]
+    is_plain = (
+        first.device.type == "cpu"
+        and first.layout is torch.strided
+        and not any(sample.is_nested or sample.requires_grad for sample in samples)
+    )
+    if not is_plain or len({(sample.shape, sample.dtype) for sample in samples}) > 1:
+        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    batch = empty((len(samples), *first.shape), dtype=first.dtype)
+    return torch.stack(samples, out=batch)

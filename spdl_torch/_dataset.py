@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -152,6 +153,8 @@ def hooks_of(dataset: Any, *, batched: bool) -> Hooks:
         return _staged_hooks(dataset, batched)
     if type(dataset) is Subset:
         return _subset_hooks(dataset, batched)
+    if _is_image_folder(dataset):
+        return Hooks(partial(_read_of_folder, dataset), partial(_decode_of_folder, dataset))
     if batched and getattr(dataset, "__getitems__", None):
         return Hooks(load=None, preprocess=dataset.__getitems__, preprocess_takes_batch=True)
     return Hooks(load=None, preprocess=_getitem_of(dataset))
@@ -202,6 +205,34 @@ def _subset_hooks(subset: Subset[Any], batched: bool) -> Hooks:
     if inner.preprocess_takes_batch:
         return Hooks(None, subset.__getitems__, preprocess_takes_batch=True)
     return Hooks(None, _getitem_of(subset))
+
+
+def _is_image_folder(dataset: Any) -> bool:
+    """Whether it is one of torchvision's folders with our loader, and neither is overridden."""
+    folder = sys.modules.get("torchvision.datasets.folder")
+    image = sys.modules.get(f"{__package__}._image")
+    if folder is None or image is None:  # Then nobody can have made one.
+        return False
+    return (
+        getattr(type(dataset), "__getitem__", None) is folder.DatasetFolder.__getitem__
+        and isinstance(dataset.loader, image.ImageLoader)
+        and type(dataset.loader).__call__ is image.ImageLoader.__call__
+    )
+
+
+def _read_of_folder(dataset: Any, index: Any) -> tuple[str, bytes, Any]:
+    path, target = dataset.samples[index]
+    return path, dataset.loader.read(path), target
+
+
+def _decode_of_folder(dataset: Any, raw: tuple[str, bytes, Any]) -> tuple[Any, Any]:
+    path, data, target = raw
+    sample = dataset.loader.decode(data, path)
+    if dataset.transform is not None:
+        sample = dataset.transform(sample)
+    if dataset.target_transform is not None:
+        target = dataset.target_transform(target)
+    return sample, target
 
 
 def _getitem_of(dataset: Any) -> Hook:

@@ -18,9 +18,10 @@ from .datasets import Sharded, Squares
 PACKAGE = Path(spdl_torch.__file__).parent
 
 MAY_IMPORT = {
-    "__init__": {"_dataloader", "_dataset", "_version"},
+    "__init__": {"_dataloader", "_dataset", "_image", "_version"},
     "_dataloader": {"_assembly", "_dataset", "_event_loop"},
     "_dataset": {"_event_loop"},
+    "_image": {"_image_file", "_image_geometry"},
     "_assembly": {
         "_collate",
         "_dataloader",  # for its type alone
@@ -56,6 +57,11 @@ def test_the_engine_imports_the_standard_library_alone():
     for path in (PACKAGE / "_pipeline").glob("*.py"):
         for kind, name in imports(path):
             assert kind == "." or name in sys.stdlib_module_names, (path.name, name)
+
+
+def test_ffmpeg_is_known_in_one_place():
+    importers = {path.stem for path in PACKAGE.rglob("*.py") if ("", "av") in set(imports(path))}
+    assert importers == {"_image"}
 
 
 def test_the_public_names_are_sorted_and_there():

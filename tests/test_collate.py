@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torchvision.tv_tensors import Image
 
 from spdl_torch import DataLoader
 
@@ -123,6 +125,70 @@ def test_an_exception_while_pinning_is_raised_at_its_batch():
     with pytest.raises(LookupError, match="cannot be pinned"):
         next(iterator)
     assert [batch.samples for batch in iterator] == [[9]]
+
+
+@pytest.fixture
+def pinned(monkeypatch, device):
+    """Pinned memory, as far as the loader can see; gives the addresses of all of it."""
+    addresses = set()
+    empty = torch.empty
+
+    def empty_or_pinned(*args, pin_memory=False, **kwargs):
+        tensor = empty(*args, **kwargs)
+        if pin_memory:
+            addresses.add(tensor.data_ptr())
+        return tensor
+
+    def pin_memory(tensor, *_):
+        if tensor.data_ptr() in addresses:
+            return tensor
+        return tensor.clone()
+
+    monkeypatch.setattr(torch, "empty", empty_or_pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return addresses
+
+
+def test_samples_are_written_straight_into_pinned_memory(pinned):
+    samples = [
+        {"image": Image(torch.full((3, 4, 5), n, dtype=torch.uint8)), "boxes": (torch.ones(n, 4),)}
+        for n in (2, 2)
+    ]
+    samples[1]["image"] += 1
+    (batch,) = DataLoader(Given(samples), batch_size=2, num_workers=1, pin_memory=True)
+    assert_same(batch, default_collate(samples))
+    assert type(batch["image"]) is torch.Tensor
+    assert {batch["image"].data_ptr(), batch["boxes"][0].data_ptr()} <= pinned
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.zeros(2), torch.ones(2, dtype=torch.float64)],
+        [torch.zeros(2), torch.ones(2, requires_grad=True)],
+    ],
+    ids=["of two types", "with a gradient"],
+)
+@pytest.mark.usefixtures("pinned")
+def test_tensors_that_fit_no_buffer_are_stacked_as_torch_does(samples):
+    (batch,) = DataLoader(Given(samples), batch_size=2, num_workers=1, pin_memory=True)
+    expected = default_collate(samples)
+    assert batch.dtype == expected.dtype
+    assert batch.requires_grad == expected.requires_grad
+    assert torch.equal(batch, expected)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[torch.zeros(2), torch.zeros(3)], [torch.eye(2).to_sparse()] * 2],
+    ids=["of two sizes", "sparse"],
+)
+@pytest.mark.usefixtures("pinned")
+def test_what_torch_cannot_stack_is_its_error(samples):
+    with pytest.raises(RuntimeError) as theirs:
+        default_collate(samples)
+    with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+        next(iter(DataLoader(Given(samples), batch_size=2, num_workers=1, pin_memory=True)))
 
 
 @pytest.mark.cuda

@@ -149,9 +149,11 @@ class ThreadStage:
         return self._group_size.num_samples()
 
     def _hand_out(self, jobs: list[_Job]) -> None:
-        """Call as many workers as a job has use for; one for jobs that are cheap together.
+        """Call all workers to a job whose samples are each worth it; one to jobs of cheap samples.
 
-        A wrong guess is put right by the consumer, when it has waited for a moment.
+        Several workers at a batch of cheap samples would get it done sooner, and less in all: they
+        have a batch each while there are enough. A wrong guess is put right by the consumer, when
+        it has waited for a moment.
         """
         group: list[_Job] = []
         size = room = self._group_size.num_samples()
@@ -159,7 +161,7 @@ class ThreadStage:
             if job.num_samples > room:
                 self._call_one_worker(group)
                 group, room = [], size
-            if job.num_samples > size or job.num_samples == 1:
+            if size == 1 or job.num_samples == 1:
                 job.share()
             else:
                 group.append(job)

@@ -1,0 +1,154 @@
+"""torchvision's folder datasets with our image loader are split into stages by themselves."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Subset
+from torchvision.datasets import DatasetFolder, ImageFolder, ImageNet
+from torchvision.transforms import v2
+
+from spdl_torch import DataLoader, ImageError, ImageLoader
+
+from .test_parity import assert_same
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Ten pictures of two kinds, in ImageNet's layout."""
+    random = np.random.default_rng(0)
+    for number in range(10):
+        folder = tmp_path / "train" / f"n0000000{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (40 + number, 60, 3), np.uint8)
+        PIL.Image.fromarray(pixels).resize((120, 90)).save(folder / f"{number}.JPEG")
+    classes = {"n00000000": ("tench",), "n00000001": ("goldfish",)}
+    torch.save((classes, []), tmp_path / "meta.bin")
+    return tmp_path
+
+
+class Watched(ImageLoader):
+    """Notes in which threads it reads and decodes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.threads = []
+
+    def read(self, path):
+        self._note("read")
+        return super().read(path)
+
+    def decode(self, data, path=None):
+        self._note("decode")
+        return super().decode(data, path)
+
+    def _note(self, what):
+        self.threads.append((what, threading.current_thread().name.rstrip("-0123456789")))
+
+
+class WithTransform(Watched):
+    """Does something else when called."""
+
+    def __call__(self, path):
+        return super().__call__(path).flip(-1)
+
+
+class WithPath(ImageFolder):
+    """What people write who need the path."""
+
+    def __getitem__(self, index):
+        return *super().__getitem__(index), self.samples[index][0]
+
+
+STAGED = {("read", "spdl_torch-load"), ("decode", "spdl_torch-preprocess")}
+FUSED = {("read", "spdl_torch-preprocess"), ("decode", "spdl_torch-preprocess")}
+
+
+def folder(root, loader):
+    return ImageFolder(root / "train", loader=loader)
+
+
+def generic_folder(root, loader):
+    return DatasetFolder(root / "train", loader, extensions=(".jpeg",))
+
+
+def imagenet(root, loader):
+    return ImageNet(root, loader=loader)
+
+
+def subset_of_subset(root, loader):
+    return Subset(Subset(folder(root, loader), [9, 8, 7, 6]), [3, 1])
+
+
+@pytest.mark.parametrize("make", [folder, generic_folder, imagenet, subset_of_subset])
+def test_bytes_are_read_by_io_workers_and_decoded_by_cpu_workers(root, make):
+    loader = Watched(32)
+    list(DataLoader(make(root, loader), batch_size=4, num_workers=2))
+    assert set(loader.threads) == STAGED
+
+
+def test_a_folder_with_a_getitem_of_its_own_stays_one_stage(root):
+    loader = Watched(32)
+    batches = list(DataLoader(WithPath(root / "train", loader=loader), num_workers=2))
+    assert set(loader.threads) == FUSED
+    assert batches[3][2] == (str(root / "train" / "n00000000" / "6.JPEG"),)
+
+
+def test_a_loader_with_a_call_of_its_own_stays_one_stage(root):
+    loader = WithTransform((32, 32))
+    dataset = folder(root, loader)
+    batches = list(DataLoader(dataset, batch_size=5, num_workers=2))
+    assert set(loader.threads) == FUSED
+    assert_same(batches, list(TorchDataLoader(dataset, batch_size=5)))
+
+
+@pytest.mark.parametrize("make", [folder, imagenet, subset_of_subset])
+def test_the_batches_are_those_of_torchs_loader(root, make):
+    dataset = make(root, ImageLoader((32, 40)))
+    ours = list(DataLoader(dataset, batch_size=4, num_workers=2))
+    assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
+
+
+def test_transforms_are_applied(root):
+    dataset = ImageFolder(
+        root / "train",
+        transform=v2.Compose([v2.CenterCrop(30), v2.ToDtype(torch.float32, scale=True)]),
+        target_transform=str,
+        loader=ImageLoader(32),
+    )
+    ours = list(DataLoader(dataset, batch_size=4, num_workers=2))
+    assert ours[0][0].dtype == torch.float32
+    assert ours[0][1] == ("0", "0", "0", "0")
+    assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
+
+
+def test_copies_of_the_dataset_are_staged_too(root):
+    dataset = folder(root, ImageLoader((32, 40)))
+    ours = list(DataLoader(dataset, batch_size=4, num_workers=2, copy_dataset=True))
+    assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
+
+
+def test_a_process_pool_decodes_what_io_workers_read(root):
+    dataset = folder(root, ImageLoader((32, 40)))
+    with ProcessPoolExecutor(1) as pool:
+        ours = list(DataLoader(dataset, batch_size=4, num_workers=1, preprocess_executor=pool))
+    assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
+
+
+def test_a_damaged_file_is_an_error_at_its_batch_that_names_it(root):
+    path = root / "train" / "n00000000" / "4.JPEG"
+    path.write_bytes(path.read_bytes()[:1000])
+    iterator = iter(DataLoader(folder(root, ImageLoader((32, 40))), num_workers=2))
+    for _ in range(2):
+        next(iterator)
+    with pytest.raises(ImageError, match="truncated") as caught:
+        next(iterator)
+    assert str(path) in str(caught.value)
+    assert "preprocess stage for sample index 2 (batch 2)" in caught.value.__notes__[0]
+    assert len(list(iterator)) == 7

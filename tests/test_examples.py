@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 EXPECTED = {
+    "image_folder.py": r"\(8, 3, 224, 224\) torch.uint8 .*\n200 images",
     "replace_torch_loader.py": r"epoch 2: (9\d\.\d|100\.0)% correct",
     "staged_dataset.py": r"16 batches, sum 8372224\n",
 }

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     Pixels = npt.NDArray[np.uint8]
 
-__all__ = ["Box", "Orientation", "Plan", "center_box", "resized"]
+__all__ = ["Box", "Grid", "Orientation", "Plan", "Size", "center_box", "in_words", "resized"]
 
 Size = tuple[int, int]
 """(height, width)"""
@@ -23,6 +23,14 @@ class Box(NamedTuple):
     left: int
     height: int
     width: int
+
+    @property
+    def size(self) -> Size:
+        return self.height, self.width
+
+    def within(self, outer: Box) -> Box:
+        """The same part as seen from a box around it."""
+        return self._replace(top=self.top - outer.top, left=self.left - outer.left)
 
     def of(self, pixels: Pixels) -> Pixels:
         """The part of a channel."""
@@ -38,12 +46,66 @@ class Box(NamedTuple):
         return Box(top, left, max(1, bottom - top), max(1, right - left))
 
 
+class Grid(NamedTuple):
+    """Where an image can be cut whose chroma has one sample for several pixels."""
+
+    row_shift: int = 0
+    """So often is the number of rows halved."""
+    column_shift: int = 0
+
+    def fits(self, box: Box) -> bool:
+        rows, columns = self._steps()
+        top, left, height, width = box
+        return (top | height) % rows == 0 and (left | width) % columns == 0
+
+    def inside(self, box: Box) -> Box:
+        """The largest box on the grid within a box."""
+        return self._from_lines(
+            -(-box.top >> self.row_shift),
+            -(-box.left >> self.column_shift),
+            box.top + box.height >> self.row_shift,
+            box.left + box.width >> self.column_shift,
+        )
+
+    def around(self, box: Box, within: Box) -> Box:
+        """The box on the grid around a box, and a chroma sample more on each side if possible."""
+        rows, columns = self._steps()
+        return self._from_lines(
+            max(0, (box.top >> self.row_shift) - 1),
+            max(0, (box.left >> self.column_shift) - 1),
+            min(box.top + box.height + rows, within.height) + rows - 1 >> self.row_shift,
+            min(box.left + box.width + columns, within.width) + columns - 1 >> self.column_shift,
+        )
+
+    def of_plane(self, box: Box, plane: int) -> Box:
+        """Where a box on the grid is in a plane; the second and third have chroma."""
+        if plane not in {1, 2}:
+            return box
+        return Box(
+            box.top >> self.row_shift,
+            box.left >> self.column_shift,
+            box.height >> self.row_shift,
+            box.width >> self.column_shift,
+        )
+
+    def _steps(self) -> tuple[int, int]:
+        return 1 << self.row_shift, 1 << self.column_shift
+
+    def _from_lines(self, top: int, left: int, bottom: int, right: int) -> Box:
+        return Box(
+            top << self.row_shift,
+            left << self.column_shift,
+            bottom - top << self.row_shift,
+            right - left << self.column_shift,
+        )
+
+
 class Plan(NamedTuple):
     """What is to be done to an image, in this order, and meant as a viewer sees the image."""
 
     seen_size: Size
-    box: Box | None
-    """Cut out this part; None: all of it."""
+    box: Box
+    """Cut out this part."""
     size: Size
     """Resize it to this."""
     center: Box | None
@@ -52,7 +114,7 @@ class Plan(NamedTuple):
 
     def reduction(self, gap: float) -> int:
         """How often each side may be halved in decoding, so that `gap` times the size is left."""
-        height, width = self.seen_size if self.box is None else self.box[2:]
+        height, width = self.box.size
         reserve = min(height / self.size[0], width / self.size[1]) / gap
         # FFmpeg takes longer to decode at a half than to decode everything.
         return 3 if reserve >= 8 else 2 if reserve >= 4 else 0
@@ -109,3 +171,8 @@ def center_box(size: Size, kept: Size) -> Box:
     top = round((size[0] - kept[0]) / 2)
     left = round((size[1] - kept[1]) / 2)
     return Box(top, left, *kept)
+
+
+def in_words(size: Size) -> str:
+    """As people write it: width × height."""
+    return f"{size[1]:,}×{size[0]:,}"

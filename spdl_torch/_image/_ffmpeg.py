@@ -1,0 +1,297 @@
+"""FFmpeg: bytes to frames, frames to pixels. The only importer of av."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from av import CodecContext, FFmpegError, Packet, VideoCodecContext, VideoFrame
+from av.video.reformatter import Interpolation, VideoReformatter
+
+from ._file import ImageError
+from ._geometry import Box, Grid, in_words
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from av.video.plane import VideoPlane
+
+    from ._file import ImageFile
+    from ._geometry import Orientation, Size
+
+    Pixels = npt.NDArray[np.uint8]
+
+__all__ = ["Output", "ThreadTools", "output_of", "pixels_of"]
+
+
+class ThreadTools(threading.local):
+    """A thread's decoders and scalers: slow to make, and not for two threads at a time."""
+
+    def __init__(self) -> None:
+        self._jpeg_decoders: dict[tuple[int, int | None], VideoCodecContext] = {}
+        # Two, because a scaler is set up anew when it is asked for something else. (More of them,
+        # for the sizes that most images of a folder have, cost more than they save.)
+        self._scaler = VideoReformatter()
+        self._converter = VideoReformatter()
+
+    def decode(self, file: ImageFile, reduction: int, max_pixels: int | None) -> VideoFrame:
+        """The image in a file, each side halved `reduction` times."""
+        _check_size(file, max_pixels)
+        # A copy, because decoders read a little past the end, and a packet has room for that.
+        packet = Packet(len(file.encoded))
+        packet.update(file.encoded)
+        # Decoders remember: tables, a palette, that the last image was a negative. That of JPEG is
+        # worth being used again, and does no harm to a file with its own tables.
+        is_reusable = file.codec == "mjpeg" and file.has_own_tables
+        decoder = None
+        if is_reusable:
+            # Taken out while in use: one that met an error is not used again.
+            decoder = self._jpeg_decoders.pop((reduction, max_pixels), None)
+        decoder = decoder or _new_decoder(file.codec, reduction, max_pixels)
+        try:
+            frames = decoder.decode(packet)
+        except FFmpegError as error:
+            raise _damaged(file) from error
+        if len(frames) != 1 or frames[0].is_corrupt or _has_holes(frames[0], file):
+            raise _damaged(file)
+        if is_reusable:
+            self._jpeg_decoders[reduction, max_pixels] = decoder
+        return frames[0]
+
+    def resized(self, frame: VideoFrame, box: Box, size: Size, output: Output) -> VideoFrame:
+        """A part of a frame in another size, and in the pixel format of the output."""
+        part = self._part(frame, box, size, output)
+        return _reformatted(self._scaler, part, size, output.format_name, _ACCURATE)
+
+    def _part(self, frame: VideoFrame, box: Box, size: Size, output: Output) -> VideoFrame:
+        """A part of a frame, in a pixel format that FFmpeg resizes faithfully."""
+        if frame.format.name in _BADLY_RESIZED:
+            frame = self._converted(frame, _BADLY_RESIZED[frame.format.name])
+        # The two halves of an interlaced PNG would be resized each on its own. A view is not
+        # marked as interlaced.
+        needs_view = frame.interlaced_frame or box != _whole(frame)
+        if not needs_view and frame.format.name not in _PLANAR:
+            return frame
+        if frame.format.name not in _PLANAR:
+            frame = self._converted(frame, output.format_name)
+        grid, with_whole_chroma = _PLANAR[frame.format.name]
+        if not grid.fits(box):
+            # Chroma samples stand for several pixels, and the box ends within some. FFmpeg would
+            # stretch the chroma over the frame. Where many pixels become one, that is nothing;
+            # elsewhere every pixel gets chroma of its own before the frame is cut.
+            if box.height >= 4 * size[0] and box.width >= 4 * size[1]:
+                box = grid.inside(box)
+            else:
+                outer = grid.around(box, within=_whole(frame))
+                frame = self._converted(_copy(frame, outer, grid), with_whole_chroma)
+                box, grid = box.within(outer), Grid()
+            needs_view = True
+        return _view(frame, box, grid) if needs_view else frame
+
+    def _converted(self, frame: VideoFrame, format_name: str) -> VideoFrame:
+        size = frame.height, frame.width
+        return _reformatted(self._converter, frame, size, format_name, Interpolation.BILINEAR)
+
+
+_ACCURATE = (
+    Interpolation.BILINEAR
+    # Without these, images with subsampled chroma may be off by several levels.
+    | Interpolation.ACCURATE_RND
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.FULL_CHR_H_INP
+)
+
+_MAX_BYTES = 2**31 - 1024
+"""FFmpeg counts the bytes of a packet in an int."""
+
+
+class _Planar(NamedTuple):
+    """A pixel format with a plane for each component, a byte a sample."""
+
+    grid: Grid
+    """Where its chroma can be cut."""
+    with_whole_chroma: str
+    """The format with chroma for every pixel."""
+
+
+_PLANAR = {
+    "gray": _Planar(Grid(), "gray"),
+    "gbrp": _Planar(Grid(), "gbrp"),
+    "gbrap": _Planar(Grid(), "gbrap"),
+    "yuv444p": _Planar(Grid(), "yuv444p"),
+    "yuv420p": _Planar(Grid(1, 1), "yuv444p"),
+    "yuva444p": _Planar(Grid(), "yuva444p"),
+    "yuva420p": _Planar(Grid(1, 1), "yuva444p"),
+    "yuvj444p": _Planar(Grid(), "yuvj444p"),
+    "yuvj440p": _Planar(Grid(1, 0), "yuvj444p"),
+    "yuvj422p": _Planar(Grid(0, 1), "yuvj444p"),
+    "yuvj420p": _Planar(Grid(1, 1), "yuvj444p"),
+    "yuvj411p": _Planar(Grid(0, 2), "yuvj444p"),
+}
+
+
+_BADLY_RESIZED = {
+    "monob": "gray",
+    "monow": "gray",
+    # Their white would not be white.
+    "rgb444le": "rgb24",
+    "rgb555le": "rgb24",
+    "rgb565le": "rgb24",
+}
+"""Formats that FFmpeg resizes with errors, and what it converts them to without."""
+
+
+def _whole(frame: VideoFrame) -> Box:
+    return Box(0, 0, frame.height, frame.width)
+
+
+def _new_decoder(codec: str, reduction: int, max_pixels: int | None) -> VideoCodecContext:
+    decoder = CodecContext.create(codec, "r")
+    assert isinstance(decoder, VideoCodecContext)
+    decoder.thread_count = 1
+    decoder.options = {
+        # Stop at the first error instead of painting over it.
+        "err_detect": "crccheck+bitstream+buffer+explode",
+        # Faster than FFmpeg's own choice, and nearer to the pixels of libjpeg.
+        "idct": "xvid",
+        "lowres": str(reduction),
+    }
+    if max_pixels is not None:
+        decoder.options["max_pixels"] = str(max_pixels)
+    return decoder
+
+
+def _reformatted(
+    reformatter: VideoReformatter,
+    frame: VideoFrame,
+    size: Size,
+    format_name: str,
+    interpolation: Interpolation,
+) -> VideoFrame:
+    return reformatter.reformat(
+        frame,
+        width=size[1],
+        height=size[0],
+        format=format_name,
+        interpolation=interpolation,
+        threads=1,
+    )
+
+
+def _view(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
+    """A part of a frame, in the same memory."""
+    planes = tuple(
+        grid.of_plane(box, number).of(_samples_of(plane))
+        for number, plane in enumerate(frame.planes)
+    )
+    return VideoFrame.from_dlpack(planes, format=frame.format.name)
+
+
+def _copy(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
+    """A part of a frame; where it goes beyond, the last samples are repeated."""
+    copy = VideoFrame(box.width, box.height, frame.format.name)
+    for number, (source, destination) in enumerate(zip(frame.planes, copy.planes, strict=True)):
+        samples = grid.of_plane(box, number).of(_samples_of(source))
+        height, width = samples.shape
+        copied = _samples_of(destination)
+        copied[:height, :width] = samples
+        copied[:height, width:] = samples[:, -1:]
+        copied[height:] = copied[height - 1]
+    return copy
+
+
+def _samples_of(plane: VideoPlane) -> Pixels:
+    """The samples of a plane with one byte for each."""
+    return _rows_of(plane)[:, : plane.width]
+
+
+def _rows_of(plane: VideoPlane) -> Pixels:
+    return np.asarray(memoryview(plane)).reshape(plane.height, plane.line_size)
+
+
+def _check_size(file: ImageFile, max_pixels: int | None) -> None:
+    if len(file.encoded) > _MAX_BYTES:
+        raise ImageError(f"it is larger than the {_MAX_BYTES:,} bytes that FFmpeg takes")
+    # FFmpeg has the same limit, for what else a file may claim; but it does not say what is wrong.
+    if max_pixels is None or file.size is None or file.size[0] * file.size[1] <= max_pixels:
+        return
+    raise ImageError(
+        f"it claims to be a {file.name} of {in_words(file.size)} pixels, more than "
+        f"max_pixels={max_pixels:,}. Set max_pixels if you trust the file"
+    )
+
+
+def _has_holes(frame: VideoFrame, file: ImageFile) -> bool:
+    """Whether pixels are missing; the GIF decoder leaves them transparent, without an error."""
+    if file.codec != "gif":
+        return False
+    alpha = _rows_of(frame.planes[0])[:, 3 : 4 * frame.width : 4]
+    return not alpha.all()
+
+
+def _damaged(file: ImageFile) -> ImageError:
+    return ImageError(
+        f"it is a {file.name} that is damaged, or of a kind that FFmpeg cannot decode"
+    )
+
+
+# -- channels --------------------------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    """The pixel format to ask FFmpeg for, and which of its planes are the channels."""
+
+    format_name: str
+    planes: tuple[int, ...]
+
+
+_GREY = Output("gray", (0,))
+_GREY_AS_RGB = Output("gray", (0, 0, 0))
+_GREY_ALPHA = Output("gbrap", (0, 3))
+_RGB = Output("gbrp", (2, 0, 1))
+_RGB_ALPHA = Output("gbrap", (2, 0, 1, 3))
+
+_GREY_FORMATS = {"gray", "gray16be", "gray16le", "monob", "monow"}
+_GREY_ALPHA_FORMATS = {"ya8", "ya16be", "ya16le"}
+
+
+def output_of(frame: VideoFrame, mode: str, file: ImageFile) -> Output:
+    """The output that a mode asks for."""
+    format_name = frame.format.name
+    is_grey = format_name in _GREY_FORMATS
+    if mode == "L":
+        return _GREY
+    if mode == "RGB":
+        return _GREY_AS_RGB if is_grey else _RGB
+    if is_grey:
+        return _GREY
+    if format_name in _GREY_ALPHA_FORMATS:
+        return _GREY_ALPHA
+    return _RGB_ALPHA if file.has_alpha and _has_alpha(frame) else _RGB
+
+
+def _has_alpha(frame: VideoFrame) -> bool:
+    if frame.format.has_palette:
+        palette = np.asarray(memoryview(frame.planes[1]))
+        return bool((palette[3::4] != 255).any())
+    return any(component.is_alpha for component in frame.format.components)
+
+
+def pixels_of(
+    frame: VideoFrame,
+    output: Output,
+    orientation: Orientation,
+    center: Box | None,
+    *,
+    is_mirrored: bool,
+) -> Pixels:
+    """The channels of a frame in their order, side by side: C×H×W."""
+    channels = [orientation.seen(_samples_of(plane)) for plane in frame.planes]
+    if center is not None:
+        channels = [center.of(channel) for channel in channels]
+    if is_mirrored:
+        channels = [channel[:, ::-1] for channel in channels]
+    pixels = np.empty((len(output.planes), *channels[0].shape), np.uint8)
+    for channel, plane in enumerate(output.planes):
+        pixels[channel] = channels[plane]
+    return pixels

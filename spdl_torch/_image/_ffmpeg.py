@@ -36,15 +36,15 @@ class ThreadTools(threading.local):
 
     def decode(self, file: ImageFile, reduction: int, max_pixels: int | None) -> VideoFrame:
         """The image in a file, each side halved `reduction` times."""
-        _check_size(file, max_pixels)
+        if len(file.encoded) > _MAX_BYTES:
+            raise ImageError(f"it is larger than the {_MAX_BYTES:,} bytes that FFmpeg takes")
         # A copy, because decoders read a little past the end, and a packet has room for that.
         packet = Packet(len(file.encoded))
         packet.update(file.encoded)
-        # Decoders remember: tables, a palette, that the last image was a negative. That of JPEG is
+        # Decoders remember: the last image, its tables, that it was a negative. That of JPEG is
         # worth being used again, and does no harm to a file with its own tables.
-        is_reusable = file.codec == "mjpeg" and file.has_own_tables
         decoder = None
-        if is_reusable:
+        if file.has_own_tables:
             # Taken out while in use: one that met an error is not used again.
             decoder = self._jpeg_decoders.pop((reduction, max_pixels), None)
         decoder = decoder or _new_decoder(file.codec, reduction, max_pixels)
@@ -54,39 +54,47 @@ class ThreadTools(threading.local):
             raise _damaged(file) from error
         if len(frames) != 1 or frames[0].is_corrupt or _has_holes(frames[0], file):
             raise _damaged(file)
-        if is_reusable:
+        if max_pixels is not None and frames[0].width * frames[0].height > max_pixels:
+            raise ImageError(f"it has more than max_pixels={max_pixels:,}")
+        if file.has_own_tables:
             self._jpeg_decoders[reduction, max_pixels] = decoder
         return frames[0]
 
-    def resized(self, frame: VideoFrame, box: Box, size: Size, output: Output) -> VideoFrame:
+    def resized(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
         """A part of a frame in another size, and in the pixel format of the output."""
-        part = self._part(frame, box, size, output)
-        return _reformatted(self._scaler, part, size, output.format_name, _ACCURATE)
+        try:
+            part = self._part(frame, box, size, output)
+            return _reformatted(self._scaler, part, size, output.format_name, _ACCURATE)
+        except FFmpegError as error:
+            seen = in_words((frame.height, frame.width))
+            raise ImageError(
+                f"FFmpeg cannot resize its {seen} pixels to {in_words(size)}"
+            ) from error
 
-    def _part(self, frame: VideoFrame, box: Box, size: Size, output: Output) -> VideoFrame:
+    def _part(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
         """A part of a frame, in a pixel format that FFmpeg resizes faithfully."""
         if frame.format.name in _BADLY_RESIZED:
             frame = self._converted(frame, _BADLY_RESIZED[frame.format.name])
         # The two halves of an interlaced PNG would be resized each on its own. A view is not
         # marked as interlaced.
-        needs_view = frame.interlaced_frame or box != _whole(frame)
+        needs_view = frame.interlaced_frame or box is not None
         if not needs_view and frame.format.name not in _PLANAR:
             return frame
         if frame.format.name not in _PLANAR:
             frame = self._converted(frame, output.format_name)
         grid, with_whole_chroma = _PLANAR[frame.format.name]
-        if not grid.fits(box):
+        whole = Box(0, 0, frame.height, frame.width)
+        if not grid.fits(box or whole):
             # Chroma samples stand for several pixels, and the box ends within some. FFmpeg would
-            # stretch the chroma over the frame. Where many pixels become one, that is nothing;
-            # elsewhere every pixel gets chroma of its own before the frame is cut.
-            if box.height >= 4 * size[0] and box.width >= 4 * size[1]:
-                box = grid.inside(box)
-            else:
-                outer = grid.around(box, within=_whole(frame))
-                frame = self._converted(_copy(frame, outer, grid), with_whole_chroma)
-                box, grid = box.within(outer), Grid()
-            needs_view = True
-        return _view(frame, box, grid) if needs_view else frame
+            # stretch the chroma over the frame. That is less than a pixel of a whole frame, and
+            # nothing where it shrinks. Else each pixel gets its own chroma before the frame is cut.
+            if not needs_view and frame.height >= 1.5 * size[0] and frame.width >= 1.5 * size[1]:
+                return frame
+            box = box or whole
+            outer = grid.around(box, within=whole)
+            frame = self._converted(_copy(frame, outer, grid), with_whole_chroma)
+            return _view(frame, box.within(outer), Grid())
+        return _view(frame, box or whole, grid) if needs_view else frame
 
     def _converted(self, frame: VideoFrame, format_name: str) -> VideoFrame:
         size = frame.height, frame.width
@@ -103,6 +111,8 @@ _ACCURATE = (
 
 _MAX_BYTES = 2**31 - 1024
 """FFmpeg counts the bytes of a packet in an int."""
+
+_MAX_SIDE = 65535
 
 
 class _Planar(NamedTuple):
@@ -141,10 +151,6 @@ _BADLY_RESIZED = {
 """Formats that FFmpeg resizes with errors, and what it converts them to without."""
 
 
-def _whole(frame: VideoFrame) -> Box:
-    return Box(0, 0, frame.height, frame.width)
-
-
 def _new_decoder(codec: str, reduction: int, max_pixels: int | None) -> VideoCodecContext:
     decoder = CodecContext.create(codec, "r")
     assert isinstance(decoder, VideoCodecContext)
@@ -157,7 +163,8 @@ def _new_decoder(codec: str, reduction: int, max_pixels: int | None) -> VideoCod
         "lowres": str(reduction),
     }
     if max_pixels is not None:
-        decoder.options["max_pixels"] = str(max_pixels)
+        # In case the header was not all. FFmpeg counts the padding of rows too.
+        decoder.options["max_pixels"] = str(max_pixels + 64 * _MAX_SIDE)
     return decoder
 
 
@@ -206,27 +213,16 @@ def _samples_of(plane: VideoPlane) -> Pixels:
 
 
 def _rows_of(plane: VideoPlane) -> Pixels:
-    return np.asarray(memoryview(plane)).reshape(plane.height, plane.line_size)
-
-
-def _check_size(file: ImageFile, max_pixels: int | None) -> None:
-    if len(file.encoded) > _MAX_BYTES:
-        raise ImageError(f"it is larger than the {_MAX_BYTES:,} bytes that FFmpeg takes")
-    # FFmpeg has the same limit, for what else a file may claim; but it does not say what is wrong.
-    if max_pixels is None or file.size is None or file.size[0] * file.size[1] <= max_pixels:
-        return
-    raise ImageError(
-        f"it claims to be a {file.name} of {in_words(file.size)} pixels, more than "
-        f"max_pixels={max_pixels:,}. Set max_pixels if you trust the file"
-    )
+    rows = np.frombuffer(plane, np.uint8)  # type: ignore[call-overload]  # It is a buffer.
+    return rows.reshape(plane.height, plane.line_size)  # type: ignore[no-any-return]
 
 
 def _has_holes(frame: VideoFrame, file: ImageFile) -> bool:
     """Whether pixels are missing; the GIF decoder leaves them transparent, without an error."""
-    if file.codec != "gif":
+    if file.filled is None:
         return False
     alpha = _rows_of(frame.planes[0])[:, 3 : 4 * frame.width : 4]
-    return not alpha.all()
+    return not file.filled.of(alpha).all()
 
 
 def _damaged(file: ImageFile) -> ImageError:
@@ -291,7 +287,5 @@ def pixels_of(
         channels = [center.of(channel) for channel in channels]
     if is_mirrored:
         channels = [channel[:, ::-1] for channel in channels]
-    pixels = np.empty((len(output.planes), *channels[0].shape), np.uint8)
-    for channel, plane in enumerate(output.planes):
-        pixels[channel] = channels[plane]
-    return pixels
+    pixels = np.concatenate([channels[plane] for plane in output.planes])
+    return pixels.reshape(len(output.planes), *channels[0].shape)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ._geometry import Size
+from ._geometry import Box, Size, in_words
 
 __all__ = ["ImageError", "ImageFile", "parsed"]
 
@@ -30,25 +30,51 @@ class ImageFile(NamedTuple):
     """(height, width) as the header claims; None if it does not say."""
     encoded: bytes
     """What FFmpeg should see: the first image alone, without what does not make pixels."""
-    has_alpha: bool = True
-    """False if the file has no alpha channel even if FFmpeg decodes one."""
-    has_own_tables: bool = True
-    """False for a JPEG that means to be decoded with the tables of another."""
+    exif: bytes = b""
+    can_be_reduced: bool = False
+    """FFmpeg can decode it at a fraction of its size."""
+    has_own_tables: bool = False
+    """A JPEG whose pixels do not depend on what the decoder saw before."""
+    has_alpha: bool = False
+    """The file says so; FFmpeg may decode an alpha channel in any case."""
+    filled: Box | None = None
+    """The part of a GIF that must have pixels."""
 
     @property
     def name(self) -> str:
         """What people call the format."""
         return "JPEG" if self.codec == "mjpeg" else self.codec.upper()
 
+    @property
+    def exif_orientation(self) -> int:
+        """1 to 8; 1 if the file does not say."""
+        try:
+            return {tag: value for tag, value, _ in _tiff_entries(self.exif)}.get(_ORIENTATION, 1)
+        except (struct.error, IndexError):
+            return 1
 
-def parsed(data: bytes) -> ImageFile:
-    """The image in a file, recognised by its first bytes. Raises if the file ends too early."""
-    for signature, parse in _PARSERS.items():
+
+def parsed(data: bytes, max_pixels: int | None) -> ImageFile:
+    """The image in a file, recognised by its first bytes.
+
+    Raises if the file ends too early or claims to have too many pixels.
+    """
+    try:
+        file = _parser_of(data)(data)
+    except (struct.error, IndexError):
+        raise _truncated(data) from None
+    if max_pixels is not None and file.size and file.size[0] * file.size[1] > max_pixels:
+        raise ImageError(
+            f"it claims to be a {file.name} of {in_words(file.size)} pixels, more than "
+            f"max_pixels={max_pixels:,}. Set max_pixels if you trust the file"
+        )
+    return file
+
+
+def _parser_of(data: bytes) -> Callable[[bytes], ImageFile]:
+    for signature, parser in _PARSERS.items():
         if data.startswith(signature):
-            try:
-                return parse(data)
-            except (struct.error, IndexError):
-                raise _truncated(data) from None
+            return parser
     if not data:
         raise ImageError("it is empty")
     raise ImageError(
@@ -64,11 +90,12 @@ def _truncated(data: bytes) -> ImageError:
 
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 """A marker, not a stuffed byte, a restart within the image, or a fill byte."""
-_HUFFMAN_TABLES, _QUANTISATION_TABLES = 0xC4, 0xDB
-_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
+_HUFFMAN, _QUANTISATION, _SCAN, _END_OF_IMAGE = 0xC4, 0xDB, 0xDA, 0xD9
 _WITHOUT_LENGTH = {0x01, 0xD8, _END_OF_IMAGE}
-_FRAME_HEADERS = set(range(0xC0, 0xD0)) - {_HUFFMAN_TABLES, 0xC8, 0xCC}
+_FRAME_HEADERS = set(range(0xC0, 0xD0)) - {_HUFFMAN, 0xC8, 0xCC}
+_WITH_DCT = {0xC0, 0xC1, 0xC2}
 _APPLICATIONS_AND_COMMENT = {*range(0xE0, 0xF0), 0xFE}
+_IN_HEADER = {_HUFFMAN, _QUANTISATION, _SCAN, *_FRAME_HEADERS, *_APPLICATIONS_AND_COMMENT}
 
 
 def _parse_jpeg(data: bytes) -> ImageFile:
@@ -76,44 +103,75 @@ def _parse_jpeg(data: bytes) -> ImageFile:
     # image or a film, and what is behind it may contain anything.
     if not data.endswith(b"\xff\xd9") and _END_OF_IMAGE not in dict(_jpeg_segments(data)):
         raise _truncated(data)
-    size, tables, pieces, start = None, set(), [], 0
+    kind, frame_at, exif, pieces, start = 0, 0, b"", [], 0
+    tables: dict[int, list[int]] = {_HUFFMAN: [], _QUANTISATION: []}
     for marker, position in _jpeg_segments(data):
-        if marker == _SCAN:
+        if marker in tables:
+            tables[marker].append(position)
+        elif marker in _FRAME_HEADERS:
+            kind, frame_at = marker, position
+        elif marker == _SCAN:
             break
-        if marker in _FRAME_HEADERS:
-            precision, *size = struct.unpack_from(">BHH", data, position + 2)
-            if precision != 8:
-                raise ImageError(
-                    f"it is a JPEG of {precision} bits, and FFmpeg decodes those of 8 bits alone"
-                )
-        elif marker in _APPLICATIONS_AND_COMMENT:
-            # FFmpeg takes orders from some of them, to turn the image or its fields, and remembers
-            # them for the next file. Only Adobe's says what the colours are.
-            if data[position + 2 : position + 7] not in {b"JFIF\0", b"Adobe"}:
-                pieces.append(data[start : position - 2])
-                start = position + int.from_bytes(data[position : position + 2], "big")
-        else:
-            tables.add(marker)
+        elif marker in _APPLICATIONS_AND_COMMENT and (
+            data[position + 2 : position + 7] not in {b"JFIF\0", b"Adobe"}
+        ):
+            # FFmpeg takes orders from some of these, to turn the image or its fields, and remembers
+            # them for the next file. Only Adobe's makes pixels.
+            pieces.append(data[start : position - 2])
+            start = position + int.from_bytes(data[position : position + 2], "big")
+            if data[position + 2 : position + 8] == b"Exif\0\0":
+                exif = data[position + 8 : start]
+    else:
+        raise ImageError("it is a JPEG without image data")
+    precision, height, width, num_channels = struct.unpack_from(">BHHB", data, frame_at + 2)
+    if kind == 0 or (kind in _WITH_DCT and not tables[_QUANTISATION]):
+        # FFmpeg would give a flat colour.
+        raise ImageError("it is a JPEG without the tables that are needed to decode it")
+    if precision != 8:
+        raise ImageError(
+            f"it is a JPEG of {precision} bits, and FFmpeg decodes those of 8 bits alone"
+        )
     return ImageFile(
         "mjpeg",
-        (size[0], size[1]) if size and all(size) else None,
+        (height, width) if height and width else None,
         b"".join([*pieces, data[start:]]) if pieces else data,
-        has_alpha=False,
-        has_own_tables=tables >= {_HUFFMAN_TABLES, _QUANTISATION_TABLES},
+        exif,
+        can_be_reduced=kind in _WITH_DCT,
+        # Four tables of Huffman codes, or two for grey, are what a scan of all channels can use.
+        # Images in several scans may bring more later.
+        has_own_tables=kind == 0xC0
+        and _num_huffman_tables(data, tables[_HUFFMAN]) >= (2 if num_channels == 1 else 4),
     )
+
+
+def _num_huffman_tables(data: bytes, segments: list[int]) -> int:
+    numbers = set()
+    for segment in segments:
+        end = segment + int.from_bytes(data[segment : segment + 2], "big")
+        position = segment + 2
+        while position < end:
+            numbers.add(data[position])
+            position += 17 + sum(data[position + 1 : position + 17])
+    return len(numbers)
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
     """The markers and where their segments begin, up to the end of the image."""
     position = 2
-    while (match := _MARKER.search(data, position)) is not None:
-        position = match.end()
-        marker = data[position - 1]
+    while True:
+        # Mostly the next segment begins where the last one ends. Searching is for the others.
+        if data[position] != 0xFF or data[position + 1] not in _IN_HEADER:
+            match = _MARKER.search(data, position)
+            if match is None:
+                return
+            position = match.start()
+        marker = data[position + 1]
+        position += 2
         yield marker, position
         if marker == _END_OF_IMAGE:
             return
         if marker not in _WITHOUT_LENGTH:
-            position += int.from_bytes(data[position : position + 2], "big")
+            position += data[position] << 8 | data[position + 1]
 
 
 # -- PNG -------------------------------------------------------------------------------------------
@@ -121,7 +179,7 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
 
 def _parse_png(data: bytes) -> ImageFile:
     width, height = struct.unpack_from(">II", data, 16)
-    chunks = [data[:8]]
+    chunks, exif = [data[:8]], b""
     position = 8
     while True:
         length, name = struct.unpack_from(">I4s", data, position)
@@ -131,8 +189,10 @@ def _parse_png(data: bytes) -> ImageFile:
         # Comments, profiles and further frames begin with a small letter. tRNS makes alpha.
         if name[:1].isupper() or name == b"tRNS":
             chunks.append(data[position:end])
+        if name == b"eXIf":
+            exif = data[position + 8 : end - 4]
         if name == b"IEND":
-            return ImageFile("png", (height, width), b"".join(chunks))
+            return ImageFile("png", (height, width), b"".join(chunks), exif, has_alpha=True)
         position = end
 
 
@@ -140,34 +200,49 @@ def _parse_png(data: bytes) -> ImageFile:
 
 
 def _parse_gif(data: bytes) -> ImageFile:
-    """The first frame, with no colour transparent.
+    """The first frame, with no colour transparent, and no colour for what is missing.
 
     Pixels of the transparent colour then have that colour, as PIL gives them, and those that are
     transparent nevertheless were not in the file.
     """
-    gif = bytearray(data)
-    width, height = struct.unpack_from("<HH", data, 6)
-    position = 13 + _gif_palette_bytes(gif[10])
-    while gif[position] == ord("!"):
-        if gif[position + 1] == 0xF9:
-            gif[position + 3] &= ~1
-        position = _after_gif_blocks(gif, position + 2)
-    if gif[position] != ord(","):
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    position = 13 + _gif_palette_bytes(flags)
+    palette = data[13:position]
+    while data[position] == ord("!"):
+        position = _after_gif_blocks(data, position + 2)
+    if data[position] != ord(","):
         raise ImageError("it is a GIF without an image")
-    position += 10 + _gif_palette_bytes(gif[position + 9])
-    end = _after_gif_blocks(gif, position + 1)
-    if end > len(gif):
+    left, top, frame_width, frame_height, frame_flags = struct.unpack_from(
+        "<HHHHB", data, position + 1
+    )
+    pixels_at = position + 10
+    if frame_flags & 0x80:
+        pixels_at += _gif_palette_bytes(frame_flags)
+        palette = data[position + 10 : pixels_at]
+    else:
+        frame_flags = frame_flags & 0x78 | flags & 0x87
+    end = _after_gif_blocks(data, pixels_at + 1)
+    if end > len(data):
         raise _truncated(data)
-    return ImageFile("gif", (height, width), bytes(gif[:end]) + b";", has_alpha=False)
+    # The palette is given to the frame alone, because FFmpeg fills the image with a colour of the
+    # file's. What stands between them, such as the transparent colour, is left out.
+    header = data[:10] + bytes([flags & 0x7F]) + data[11:13]
+    frame = data[position : position + 9] + bytes([frame_flags])
+    return ImageFile(
+        "gif",
+        (height, width),
+        header + frame + palette + data[pixels_at:end] + b";",
+        filled=Box(top, left, frame_height, frame_width),
+    )
 
 
 def _gif_palette_bytes(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def _after_gif_blocks(gif: bytearray, position: int) -> int:
-    while gif[position]:
-        position += gif[position] + 1
+def _after_gif_blocks(data: bytes, position: int) -> int:
+    while data[position]:
+        position += data[position] + 1
     return position + 1
 
 
@@ -176,17 +251,18 @@ def _after_gif_blocks(gif: bytearray, position: int) -> int:
 
 def _parse_bmp(data: bytes) -> ImageFile:
     pixels_at, header_bytes = struct.unpack_from("<II", data, 10)
-    compression = 0
+    compression = num_bytes = 0
     if header_bytes == 12:
         width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
     else:
-        width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
+        width, height, _, bits, compression, num_bytes = struct.unpack_from("<iiHHII", data, 18)
     height = abs(height)
-    is_plain = compression in {0, 3, 6}
-    if is_plain and pixels_at + (width * bits + 31) // 32 * 4 * height > len(data):
-        # FFmpeg would believe that the rows are not padded.
+    if compression in {0, 3, 6}:
+        num_bytes = (width * bits + 31) // 32 * 4 * height
+    if pixels_at + num_bytes > len(data):
+        # FFmpeg would believe that the rows are not padded, or leave some out.
         raise _truncated(data)
-    return ImageFile("bmp", (height, width), data, has_alpha=False)
+    return ImageFile("bmp", (height, width), data)
 
 
 # -- WebP ------------------------------------------------------------------------------------------
@@ -196,19 +272,31 @@ def _parse_webp(data: bytes) -> ImageFile:
     kind = data[12:16]
     if data[8:12] != b"WEBP":
         raise ImageError("it is no image but another RIFF file")
-    has_alpha = False
+    has_alpha, exif = False, b""
     if kind == b"VP8X":
         flags, width, height = data[20], _int24(data, 24) + 1, _int24(data, 27) + 1
         has_alpha = bool(flags & 0x10)
         if flags & 0x02:
             raise ImageError("it is an animated WebP, which FFmpeg cannot decode")
+        if flags & 0x08:
+            exif = _webp_exif(data)
     elif kind == b"VP8L":
         (bits,) = struct.unpack_from("<I", data, 21)
         width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
         has_alpha = bool(bits >> 28 & 1)
     else:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
-    return ImageFile("webp", (height, width), data, has_alpha=has_alpha)
+    return ImageFile("webp", (height, width), data, exif, has_alpha=has_alpha)
+
+
+def _webp_exif(data: bytes) -> bytes:
+    position = 12
+    while position + 8 <= len(data):
+        name, length = struct.unpack_from("<4sI", data, position)
+        if name == b"EXIF":
+            return data[position + 8 : position + 8 + length].removeprefix(b"Exif\0\0")
+        position += 8 + length + length % 2
+    return b""
 
 
 def _int24(data: bytes, position: int) -> int:
@@ -218,7 +306,7 @@ def _int24(data: bytes, position: int) -> int:
 
 # -- TIFF ------------------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT, _COMPRESSION = 256, 257, 259
+_WIDTH, _HEIGHT, _COMPRESSION, _ORIENTATION = 256, 257, 259, 274
 _PIXEL_TAGS = {
     *(_WIDTH, _HEIGHT, _COMPRESSION, 258, 262, 266),  # bits, colours, order of bits
     *(273, 277, 278, 279, 284),  # strips, samples, planes
@@ -229,31 +317,39 @@ _PIXEL_TAGS = {
 
 
 def _parse_tiff(data: bytes) -> ImageFile:
-    order = "<" if data.startswith(b"II") else ">"
-    (directory,) = struct.unpack_from(order + "I", data, 4)
-    (num_entries,) = struct.unpack_from(order + "H", data, directory)
-    start = directory + 2
-    end = start + 12 * num_entries
-    if end > len(data):
-        raise _truncated(data)
     values, kept = {}, []
-    for position in range(start, end, 12):
-        tag, kind = struct.unpack_from(order + "HH", data, position)
-        (values[tag],) = struct.unpack_from(order + ("H" if kind == 3 else "I"), data, position + 8)
+    for tag, value, position in _tiff_entries(data):
+        values[tag] = value
         if tag in _PIXEL_TAGS:
             kept.append(data[position : position + 12])
     if values.get(_COMPRESSION) in {6, 7}:
         # FFmpeg would give a black image.
         raise ImageError("it is a TIFF with JPEG inside, which FFmpeg cannot decode")
+    order, directory, _ = _tiff_directory(data)
     tiff = bytearray(data)
-    struct.pack_into(order + "H", tiff, directory, len(kept))
     # Behind the entries stands where the next image is: nowhere.
-    entries = b"".join([*kept, bytes(4)])
-    tiff[start : start + len(entries)] = entries
+    entries = b"".join([struct.pack(order + "H", len(kept)), *kept, bytes(4)])
+    tiff[directory : directory + len(entries)] = entries
     size = None
     if _HEIGHT in values and _WIDTH in values:
         size = values[_HEIGHT], values[_WIDTH]
-    return ImageFile("tiff", size, bytes(tiff))
+    return ImageFile("tiff", size, bytes(tiff), data, has_alpha=True)
+
+
+def _tiff_directory(data: bytes) -> tuple[str, int, int]:
+    """The byte order, where the entries about the first image are, and how many there are."""
+    order = "<" if data.startswith(b"II") else ">"
+    (position,) = struct.unpack_from(order + "I", data, 4)
+    return order, position, struct.unpack_from(order + "H", data, position)[0]
+
+
+def _tiff_entries(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Tags, their values if these are single numbers, and where the entries are."""
+    order, directory, num_entries = _tiff_directory(data)
+    for position in range(directory + 2, directory + 2 + 12 * num_entries, 12):
+        tag, kind = struct.unpack_from(order + "HH", data, position)
+        (value,) = struct.unpack_from(order + ("H" if kind == 3 else "I"), data, position + 8)
+        yield tag, value, position
 
 
 _PARSERS = {

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import PIL.Image
 import torch
-from torchvision.transforms import RandomResizedCrop
 from torchvision.tv_tensors import Image
 
 from ._ffmpeg import ThreadTools, output_of, pixels_of
 from ._file import ImageError, parsed
-from ._geometry import Box, Orientation, Plan, center_box, in_words, resized
+from ._geometry import Orientation, Plan, center_box, in_words, random_box, resized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +26,7 @@ _MAX_PIXELS = 178_956_970
 """Where PIL refuses an image: 512 MB as RGB."""
 
 _tools = ThreadTools()
+_AS_STORED = Orientation()
 
 
 class ImageLoader:
@@ -140,13 +138,15 @@ class ImageLoader:
         except ImageError as error:
             name = "image" if path is None else os.fspath(path)
             raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
-        return Image(torch.from_numpy(pixels))
+        return torch.from_numpy(pixels).as_subclass(Image)
 
     def _pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
-        file = parsed(data)
-        orientation = _orientation_of(data) if self.apply_exif_orientation else Orientation()
+        file = parsed(data, self.max_pixels)
+        orientation = _AS_STORED
+        if self.apply_exif_orientation:
+            orientation = Orientation.of_exif(file.exif_orientation)
         plan, reduction = None, 0
-        if file.codec == "mjpeg" and file.size is not None and self.reducing_gap is not None:
+        if file.can_be_reduced and file.size is not None and self.reducing_gap is not None:
             # What is not needed can be left out only if it is known before decoding.
             plan = self._plan(orientation.seen_size(file.size))
             reduction = plan.reduction(self.reducing_gap)
@@ -154,15 +154,17 @@ class ImageLoader:
         size = frame.height, frame.width
         plan = plan or self._plan(orientation.seen_size(size))
         output = output_of(frame, self.mode, file)
-        box = orientation.stored_box(plan.box, plan.seen_size).reduced(reduction, size)
+        box = plan.box
+        if box is not None:
+            box = orientation.stored_box(box, plan.seen_size).reduced(reduction, size)
         frame = _tools.resized(frame, box, orientation.seen_size(plan.size), output)
         return pixels_of(frame, output, orientation, plan.center, is_mirrored=plan.is_mirrored)
 
     def _plan(self, seen_size: tuple[int, int]) -> Plan:
         """What is to be done to an image of this size. Draws the random numbers."""
-        box, center = Box(0, 0, *seen_size), None
+        box, center = None, None
         if self.crop == "random":
-            box = _random_box(seen_size, self.scale, self.ratio)
+            box = random_box(seen_size, self.scale, self.ratio)
             size = _pair(self.size)
         elif isinstance(self.size, int):
             size = resized(seen_size, self.size)
@@ -175,7 +177,7 @@ class ImageLoader:
             )
         if self.crop is not None and self.crop != "random":
             center = center_box(size, _pair(self.size if self.crop == "center" else self.crop))
-        is_mirrored = self.horizontal_flip > 0 and bool(torch.rand(1) < self.horizontal_flip)
+        is_mirrored = self.horizontal_flip > 0 and torch.rand(1).item() < self.horizontal_flip
         return Plan(seen_size, box, size, center, is_mirrored)
 
 
@@ -186,7 +188,7 @@ def _checked_size(name: str, size: int | Sequence[int] | None) -> int | tuple[in
     numbers = (size,) if isinstance(size, int) else size
     if numbers is None:
         return None
-    if len(numbers) > 2 or not all(isinstance(n, int) and n > 0 for n in numbers):
+    if len(numbers) not in {1, 2} or not all(isinstance(n, int) and n > 0 for n in numbers):
         raise ValueError(
             f"{name} must be an int or (height, width), each at least 1, got {size!r}."
         )
@@ -203,28 +205,11 @@ def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def _random_box(
-    size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float]
-) -> Box:
-    # It looks at nothing but the size of its image.
-    image = torch.empty((1, *size), device="meta")
-    return Box(*RandomResizedCrop.get_params(image, list(scale), list(ratio)))
-
-
 def _as_bytes(data: Encoded) -> bytes:
     if isinstance(data, bytes):
         return data
     if isinstance(data, torch.Tensor):
         if data.dtype != torch.uint8:
-            raise TypeError(f"an encoded image is a tensor of uint8, got {data.dtype}.")
+            raise TypeError(f"an encoded image is a tensor of uint8, got one of {data.dtype}.")
         return data.numpy().tobytes()
-    return bytes(data)
-
-
-def _orientation_of(data: bytes) -> Orientation:
-    exif_orientation = 0x0112
-    try:
-        with PIL.Image.open(io.BytesIO(data)) as image:
-            return Orientation.of_exif(image.getexif().get(exif_orientation, 1))
-    except (OSError, ValueError, SyntaxError):
-        return Orientation()  # If the file is damaged, FFmpeg says so.
+    return bytes(memoryview(data))

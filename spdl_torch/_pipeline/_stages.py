@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ Operation = Callable[[Any], Any]
 _HAND_OVER_SECONDS: Final = 0.0003
 """Work that takes less is not worth waking a second thread, which costs some ten microseconds."""
 
+_SHARE_SECONDS: Final = 0.001
+"""A batch of samples that take less each is not worth several workers at a time."""
+
 
 class SampleStage(Protocol):
     """A stage with work to do on single samples."""
@@ -48,22 +52,20 @@ class GroupSize:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._seconds_per_sample: float | None = None
+        self.seconds_per_sample = math.inf
 
     def num_samples(self) -> int:
-        if self._seconds_per_sample is None:
-            return 1
-        return int(self._seconds / max(self._seconds_per_sample, 1e-8)) or 1
+        return int(self._seconds / max(self.seconds_per_sample, 1e-8)) or 1
 
     def observe(self, num_samples: int, seconds: float) -> None:
         # Workers may overwrite each other's estimate; losing one observation costs nothing.
         if num_samples == 0:
             return
-        if self._seconds_per_sample is None:
-            self._seconds_per_sample = seconds / num_samples
+        if self.seconds_per_sample == math.inf:
+            self.seconds_per_sample = seconds / num_samples
         else:
             weight = num_samples / (num_samples + 63)
-            self._seconds_per_sample += weight * (seconds / num_samples - self._seconds_per_sample)
+            self.seconds_per_sample += weight * (seconds / num_samples - self.seconds_per_sample)
 
 
 class _Job:
@@ -149,19 +151,20 @@ class ThreadStage:
         return self._group_size.num_samples()
 
     def _hand_out(self, jobs: list[_Job]) -> None:
-        """Call all workers to a job whose samples are each worth it; one to jobs of cheap samples.
+        """Call all workers to a job whose samples take long; one to jobs whose samples do not.
 
-        Several workers at a batch of cheap samples would get it done sooner, and less in all: they
-        have a batch each while there are enough. A wrong guess is put right by the consumer, when
-        it has waited for a moment.
+        Several workers at a batch of cheap samples would be done sooner, and do less in all, for
+        they fight for the GIL: while there are batches enough they have one each. A wrong guess is
+        put right by the consumer, when it has waited for a moment.
         """
+        is_worth_all = self._group_size.seconds_per_sample > _SHARE_SECONDS
         group: list[_Job] = []
         size = room = self._group_size.num_samples()
         for job in jobs:
             if job.num_samples > room:
                 self._call_one_worker(group)
                 group, room = [], size
-            if size == 1 or job.num_samples == 1:
+            if is_worth_all or job.num_samples == 1:
                 job.share()
             else:
                 group.append(job)

@@ -1,0 +1,859 @@
+"""Side-by-side measurements of `spdl_torch.ImageLoader` and its peers, in one command.
+
+    python benchmarks/images.py [--data DIR] [--workers N] [--rounds N] [--only NAME ...]
+                                [--json FILE] [--check]
+
+Everybody turns a folder of images into uint8 batches of 224 by 224 pixels, with the same number of
+workers. Rounds and ratios are those of `loaders.py`: in every round all contenders run one after
+the other, each ratio is taken within one round, and the median over the rounds is reported.
+
+Jobs
+----
+`resize` resizes whole images. `augment` takes a random part of each, resizes it and mirrors every
+other one. `large` resizes JPEGs of 12 megapixels, which are made on the spot in two ways:
+`enlarged` is one picture, blown up, with as little detail as a soft photo has; `mosaic` is many
+pictures side by side at their natural size, with as much detail as JPEGs ever have. Most photos
+are between the two.
+
+How throughput is counted
+-------------------------
+As in `loaders.py`, whose docstring has the reasons: the clock runs between two deliveries in the
+middle of an epoch, with a margin at both ends. Here the first margin is the warm-up too: it is a
+pass over the files, or eight batches if there are many. Everybody counts the same batches, and thus
+the same images. All files were read before, so none comes from the disk.
+
+Limits
+------
+What FFmpeg can do without a loader: the encoded images that the others count are in memory already,
+threads take one after the other, and nobody keeps a result. `FFmpeg, its options` and `FFmpeg, our
+options` decode, with the options that FFmpeg has if nothing is said and with those of our loader;
+`FFmpeg, with scaling` also makes planes of 224 by 224 pixels. Files other than JPEGs are left out.
+
+Same job?
+---------
+Decoders and resizers round in their own ways, so batches cannot be compared bit by bit. Labels are:
+whoever delivers another order stops the benchmark. For pixels the mean absolute difference to PIL's
+antialiased bilinear images is reported, in levels from 0 to 255, over some hundred images and for
+the worst of them. A large one over all, as from resizing without antialiasing, stops the benchmark;
+a single image of ours that is far off fails `--check`. For `augment` all who draw the same random
+numbers are seeded alike, image by image, outside of the measurement. DALI has its own.
+
+Peers
+-----
+`spdl` and `nvidia.dali` take part if they can be used. SPDL loads a batch per task, as its
+documentation does for images; its pipeline keeps the input order, as everybody's does. SPDL and
+DALI give images with the channels last, which is spared them here: their batches are views in the
+layout of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from av import CodecContext, Packet, VideoCodecContext, VideoFrame
+from av.video.reformatter import Interpolation, VideoReformatter
+from loaders import (
+    Contender,
+    Ratio,
+    Section,
+    describe_machine,
+    format_figure,
+    make_images,
+    measure_section,
+    run_spdl,
+    section_as_json,
+)
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+import spdl_torch
+
+SIZE = 224
+SCALE = (0.08, 1.0)
+ASPECT_RATIO = (3 / 4, 4 / 3)
+LARGE_SIZE = (4000, 3000)
+NUM_LARGE_IMAGES = 24
+NUM_COMPARED_IMAGES = 320
+MAX_DIFFERENCE = 5.0
+"""Rounding stays below this even in the worst image; resizing without antialiasing does not."""
+
+OURS = "ours"
+
+Batch = tuple[Tensor, Tensor]
+"""Images, uint8 of N×C×H×W, and labels."""
+
+OpenBatches = Callable[[int], Iterable[Batch]]
+"""From a number of batches to a loader that delivers as many."""
+
+
+# ---------------------------------------------------------------------------------------------
+# What is loaded, and how that is measured
+# ---------------------------------------------------------------------------------------------
+
+
+class Job:
+    """Which images are loaded, in which batches, by how many workers.
+
+    `num_counted` batches are under the clock, or a few more: every worker gets as many as the
+    others.
+    """
+
+    def __init__(self, folder: Path, num_workers: int, batch_size: int, num_counted: int) -> None:
+        self.folder = folder
+        self.num_workers = num_workers
+        self.batch_size = batch_size
+        self.num_counted = num_counted + -num_counted % num_workers
+        self.samples: list[tuple[str, int]] = ImageFolder(folder).samples
+        # More files than are counted would only be read. A folder is sorted by class, so they are
+        # taken from all over it.
+        num_files = min(len(self.samples), self.num_counted * batch_size)
+        step = len(self.samples) / num_files
+        self.chosen = [int(number * step) for number in range(num_files)]
+        num_in_pass = -(-num_files // batch_size)
+        self.num_before = max(min(num_in_pass, 8), 2 * num_workers)
+        self.num_after = num_workers
+        self.num_compared = min(num_in_pass, NUM_COMPARED_IMAGES // batch_size)
+
+    @property
+    def num_batches(self) -> int:
+        """In one measurement."""
+        return self.num_before + self.num_counted + self.num_after
+
+    def indices(self, num_batches: int) -> list[int]:
+        """The chosen images, again and again."""
+        return list(itertools.islice(itertools.cycle(self.chosen), num_batches * self.batch_size))
+
+    def counted_paths(self) -> list[str]:
+        """The files that are loaded while the clock runs."""
+        first = self.num_before * self.batch_size
+        indices = self.indices(self.num_before + self.num_counted)[first:]
+        return [self.samples[index][0] for index in indices]
+
+
+def images_per_second(open_batches: OpenBatches, job: Job) -> float:
+    """Throughput in the middle of an epoch; the module's docstring says why there."""
+    delivered_at_seconds = [time.perf_counter() for _ in open_batches(job.num_batches)]
+    # SPDL drops a batch that fails and goes on; less work must not count as more speed.
+    if len(delivered_at_seconds) != job.num_batches:
+        raise RuntimeError(f"expected {job.num_batches} batches, got {len(delivered_at_seconds)}")
+    start_seconds = delivered_at_seconds[job.num_before - 1]
+    stop_seconds = delivered_at_seconds[job.num_before - 1 + job.num_counted]
+    return job.num_counted * job.batch_size / (stop_seconds - start_seconds)
+
+
+class Peer(Contender):
+    """A contender that may be absent, or be there without the libraries it needs."""
+
+    @property
+    def installed(self) -> bool:
+        return self.needs is None or is_usable(self.needs)
+
+
+@cache
+def is_usable(module_name: str) -> bool:
+    try:
+        importlib.import_module(module_name)
+        if module_name == "spdl.io":
+            # It comes without FFmpeg, and looks for one when it is first used.
+            importlib.import_module("spdl.io.utils").get_ffmpeg_versions()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+def loader(
+    name: str, job: Job, open_batches: OpenBatches, *, needs: str | None = None
+) -> Contender:
+    """A contender that must deliver the labels of the others, in their order."""
+    return Peer(
+        name,
+        str(job.folder),
+        measure=partial(images_per_second, open_batches, job),
+        fingerprint=lambda: [
+            str(labels.flatten().tolist()) for _, labels in open_batches(job.num_compared)
+        ],
+        needs=needs,
+    )
+
+
+@dataclass(frozen=True)
+class ImageSection(Section):
+    """A job, who does it, what should come out, and how near to PIL's images it should be."""
+
+    differences: dict[str, Callable[[], Difference]] = field(default_factory=dict)
+    """From PIL's images, by contender."""
+    note: str = ""
+    """Printed below the table."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Differences to PIL
+# ---------------------------------------------------------------------------------------------
+
+
+def pil_image(path: str) -> Tensor:
+    with Image.open(path) as image:
+        resized = image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+    tensor: Tensor = pil_to_tensor(resized)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far images are from PIL's, by mean absolute difference in levels from 0 to 255."""
+
+    mean: float
+    worst: float
+    worst_path: str
+
+    @staticmethod
+    def of(differences: list[tuple[float, str]]) -> Difference:
+        mean = statistics.mean(difference for difference, _ in differences)
+        return Difference(mean, *max(differences))
+
+
+def difference_of_images(image: Tensor, reference: Tensor) -> float:
+    if image.shape != reference.shape or image.dtype != torch.uint8:
+        raise RuntimeError(
+            f"expected a uint8 image of {tuple(reference.shape)}, got {image.dtype} of "
+            f"{tuple(image.shape)}"
+        )
+    return (image.int() - reference.int()).abs().double().mean().item()
+
+
+def difference_of_batches(open_batches: OpenBatches, job: Job) -> Difference:
+    """Compares what a loader delivers with what PIL makes of the same files."""
+    images = (image for batch, _ in open_batches(job.num_compared) for image in batch)
+    paths = [job.samples[index][0] for index in job.indices(job.num_compared)]
+    return Difference.of(
+        [
+            (difference_of_images(image, pil_image(path)), path)
+            for image, path in zip(images, paths, strict=True)
+        ]
+    )
+
+
+def difference_when_seeded(
+    load: Callable[[int], Tensor], reference: Callable[[int], Tensor], job: Job
+) -> Difference:
+    """Compares two functions from an index to an image that draw the same numbers."""
+    differences = []
+    for index in job.chosen[:NUM_COMPARED_IMAGES]:
+        torch.manual_seed(index)
+        image = load(index)
+        torch.manual_seed(index)
+        difference = difference_of_images(image, reference(index))
+        differences.append((difference, job.samples[index][0]))
+    return Difference.of(differences)
+
+
+def measure_differences(section: ImageSection, console: Console) -> dict[str, Difference]:
+    """Differences by contender. Raises if one is no matter of rounding."""
+    differences = {}
+    installed = {contender.name for contender in section.contenders if contender.installed}
+    with console.status(f"{section.name}: comparing images with PIL's") as status:
+        for name, measure in section.differences.items():
+            if name not in installed:
+                continue
+            status.update(f"{section.name}: comparing images with PIL's, {name}")
+            difference = differences[name] = measure()
+            if difference.mean > MAX_DIFFERENCE:
+                raise RuntimeError(
+                    f"{name} does not do the same job as PIL: its images are off by "
+                    f"{difference.mean:.1f} levels on average. Nothing was measured."
+                )
+    return differences
+
+
+# ---------------------------------------------------------------------------------------------
+# torch's loader and ours
+# ---------------------------------------------------------------------------------------------
+
+
+def our_folder(folder: Path, *, augmented: bool) -> Any:
+    """Torchvision's dataset with our loader, which crops, resizes and mirrors by the way."""
+    loader = (
+        spdl_torch.ImageLoader(
+            SIZE, crop="random", scale=SCALE, ratio=ASPECT_RATIO, horizontal_flip=0.5
+        )
+        if augmented
+        else spdl_torch.ImageLoader((SIZE, SIZE))
+    )
+    return ImageFolder(folder, loader=loader)
+
+
+def pil_folder(folder: Path, *, augmented: bool) -> Any:
+    """Torchvision's dataset with its default loader, PIL."""
+    transform = v2.Compose([*geometry(augmented=augmented), v2.PILToTensor()])
+    return ImageFolder(folder, transform=transform)
+
+
+def torchvision_io_folder(folder: Path, *, augmented: bool) -> Any:
+    """Torchvision's dataset with torchvision's own decoder."""
+    return ImageFolder(
+        folder,
+        transform=v2.Compose(geometry(augmented=augmented)),
+        loader=partial(decode_image, mode=ImageReadMode.RGB),
+    )
+
+
+def geometry(*, augmented: bool) -> list[Any]:
+    if augmented:
+        crop = v2.RandomResizedCrop(SIZE, scale=SCALE, ratio=ASPECT_RATIO, antialias=True)
+        return [crop, v2.RandomHorizontalFlip(0.5)]
+    return [v2.Resize((SIZE, SIZE), antialias=True)]
+
+
+def open_loader(
+    loader_class: type[TorchDataLoader[Any]], dataset: Any, job: Job, num_batches: int
+) -> Iterable[Batch]:
+    # The repetition is in the sampler, so that the dataset is the one users have.
+    return loader_class(
+        dataset,
+        batch_size=job.batch_size,
+        sampler=job.indices(num_batches),
+        num_workers=job.num_workers,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# SPDL
+# ---------------------------------------------------------------------------------------------
+
+# Peers are imported where they are used, as they may be absent.
+
+
+def open_spdl(
+    load_images: Callable[[list[str]], Tensor], job: Job, num_batches: int
+) -> Iterable[Batch]:
+    """SPDL's pipeline with one task per batch."""
+
+    def load_batch(indices: list[int]) -> Batch:
+        paths, labels = zip(*(job.samples[index] for index in indices), strict=True)
+        return load_images(list(paths)), torch.tensor(labels)
+
+    indices = job.indices(num_batches)
+    builder = importlib.import_module("spdl.pipeline").PipelineBuilder()
+    builder.add_source(
+        indices[first : first + job.batch_size] for first in range(0, len(indices), job.batch_size)
+    )
+    builder.pipe(load_batch, concurrency=job.num_workers, output_order="input")
+    return run_spdl(builder, job.num_workers)
+
+
+def spdl_resized(paths: list[str]) -> Tensor:
+    io = importlib.import_module("spdl.io")
+    scale = io.get_video_filter_desc(
+        scale_width=SIZE, scale_height=SIZE, scale_algo="bilinear", scale_mode=None
+    )
+    # Its own width and height would pad an image that is not square.
+    buffer = io.load_image_batch(paths, width=None, height=None, filter_desc=scale)
+    images: Tensor = io.to_torch(buffer)
+    return images.permute(0, 3, 1, 2)
+
+
+def spdl_augmented(paths: list[str]) -> Tensor:
+    io = importlib.import_module("spdl.io")
+    frames = []
+    for path in paths:
+        packets = io.demux_image(path)
+        # The draws of torchvision, in its order. It looks at nothing but the size of its image.
+        image = torch.empty((1, packets.codec.height, packets.codec.width), device="meta")
+        top, left, height, width = v2.RandomResizedCrop.get_params(
+            image, list(SCALE), list(ASPECT_RATIO)
+        )
+        mirror = "hflip," if torch.rand(1) < 0.5 else ""
+        # Not exact, it would crop where the subsampled chroma has a pixel.
+        crop = f"crop={width}:{height}:{left}:{top}:exact=1"
+        filters = f"{crop},scale={SIZE}:{SIZE}:flags=bilinear,{mirror}format=pix_fmts=rgb24"
+        frames.append(io.decode_packets(packets, filter_desc=filters))
+    images: Tensor = io.to_torch(io.convert_frames(frames))
+    return images.permute(0, 3, 1, 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# DALI
+# ---------------------------------------------------------------------------------------------
+
+
+def open_dali(job: Job, num_batches: int, *, augmented: bool) -> Iterator[Batch]:
+    """DALI's CPU pipeline. It reads the files again and again by itself."""
+    plugin = importlib.import_module("nvidia.dali.plugin.pytorch")
+    batches = plugin.DALIGenericIterator(dali_pipeline(job, augmented=augmented), ["x", "y"])
+    for [batch] in itertools.islice(batches, num_batches):
+        yield batch["x"].permute(0, 3, 1, 2), batch["y"]
+
+
+def dali_pipeline(job: Job, *, augmented: bool) -> Any:
+    dali = importlib.import_module("nvidia.dali")
+    fn = importlib.import_module("nvidia.dali.fn")
+    types = importlib.import_module("nvidia.dali.types")
+    paths, labels = zip(*(job.samples[index] for index in job.chosen), strict=True)
+    pipeline = dali.Pipeline(
+        batch_size=job.batch_size, num_threads=job.num_workers, device_id=None, seed=0
+    )
+    with pipeline:
+        encoded, label = fn.readers.file(files=list(paths), labels=list(labels))
+        # The others do not turn images as EXIF says.
+        if augmented:
+            image = fn.decoders.image_random_crop(
+                encoded,
+                device="cpu",
+                adjust_orientation=False,
+                random_area=list(SCALE),
+                random_aspect_ratio=list(ASPECT_RATIO),
+            )
+        else:
+            image = fn.decoders.image(encoded, device="cpu", adjust_orientation=False)
+        image = fn.resize(
+            image, resize_x=SIZE, resize_y=SIZE, interp_type=types.INTERP_LINEAR, antialias=True
+        )
+        if augmented:
+            image = fn.flip(image, horizontal=fn.random.coin_flip(probability=0.5))
+        pipeline.set_outputs(image, label)
+    return pipeline
+
+
+# ---------------------------------------------------------------------------------------------
+# Limits
+# ---------------------------------------------------------------------------------------------
+
+OUR_DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode", "idct": "xvid"}
+OUR_INTERPOLATION = (
+    Interpolation.BILINEAR
+    | Interpolation.ACCURATE_RND
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.FULL_CHR_H_INP
+)
+"""Written out, not imported: what our loader asks of FFmpeg is to be measured against this."""
+
+MakeFunction = Callable[[], Callable[[bytes], VideoFrame]]
+"""Makes a thread's own function from an encoded image to a frame."""
+
+
+def make_decode(options: dict[str, str]) -> Callable[[bytes], VideoFrame]:
+    decoder = CodecContext.create("mjpeg", "r")
+    assert isinstance(decoder, VideoCodecContext)
+    decoder.thread_count = 1
+    decoder.options = dict(options)
+
+    def decode(encoded: bytes) -> VideoFrame:
+        [frame] = decoder.decode(Packet(encoded))
+        return frame
+
+    return decode
+
+
+def make_decode_and_scale(options: dict[str, str]) -> Callable[[bytes], VideoFrame]:
+    decode = make_decode(options)
+    scaler = VideoReformatter()
+
+    def decode_and_scale(encoded: bytes) -> VideoFrame:
+        return scaler.reformat(
+            decode(encoded),
+            width=SIZE,
+            height=SIZE,
+            format="gbrp",
+            interpolation=OUR_INTERPOLATION,
+            threads=1,
+        )
+
+    return decode_and_scale
+
+
+def bare_images_per_second(
+    make_function: MakeFunction, encoded: Sequence[bytes], num_threads: int
+) -> float:
+    numbers = itertools.count()
+
+    def work() -> None:
+        function = make_function()
+        while (number := next(numbers)) < len(encoded):
+            function(encoded[number])
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        start_seconds = time.perf_counter()
+        for finished in [threads.submit(work) for _ in range(num_threads)]:
+            finished.result()
+        return len(encoded) / (time.perf_counter() - start_seconds)
+
+
+def limit(name: str, make_function: MakeFunction, encoded: Sequence[bytes], job: Job) -> Contender:
+    return Contender(
+        name,
+        job=name,
+        measure=partial(bare_images_per_second, make_function, encoded, job.num_workers),
+        fingerprint=list,
+    )
+
+
+def read_files(job: Job) -> dict[str, bytes]:
+    """The chosen files by path, which are in the page cache from then on."""
+    paths = [job.samples[index][0] for index in job.chosen]
+    return {path: Path(path).read_bytes() for path in paths}
+
+
+def is_jpeg(data: bytes) -> bool:
+    return data.startswith(b"\xff\xd8\xff")
+
+
+# ---------------------------------------------------------------------------------------------
+# Sections
+# ---------------------------------------------------------------------------------------------
+
+
+def resize_section(folder: Path, num_workers: int) -> ImageSection:
+    job = Job(folder, num_workers, batch_size=64, num_counted=20)
+    opened = open_torch_and_ours(job, augmented=False)
+    files = read_files(job)
+    jpegs = {path: data for path, data in files.items() if is_jpeg(data)}
+    encoded = [jpegs[path] for path in job.counted_paths() if path in jpegs]
+    contenders = [loader(name, job, open_batches) for name, open_batches in opened.items()]
+    opened["spdl"] = partial(open_spdl, spdl_resized, job)
+    opened["DALI"] = partial(open_dali, job, augmented=False)
+    contenders += [
+        loader("spdl", job, opened["spdl"], needs="spdl.io"),
+        loader("DALI", job, opened["DALI"], needs="nvidia.dali.plugin.pytorch"),
+    ]
+    if encoded:
+        ours = OUR_DECODER_OPTIONS
+        contenders += [
+            limit("FFmpeg, its options", partial(make_decode, {}), encoded, job),
+            limit("FFmpeg, our options", partial(make_decode, ours), encoded, job),
+            limit("FFmpeg, with scaling", partial(make_decode_and_scale, ours), encoded, job),
+        ]
+    return ImageSection(
+        "resize",
+        "img/s",
+        contenders,
+        [
+            Ratio(OURS, "torch, PIL", at_least=2.2),
+            Ratio(OURS, "torch, torchvision.io", at_least=1.2),
+            Ratio(OURS, "spdl", at_least=3),
+            Ratio(OURS, "DALI", at_least=2),
+            Ratio(OURS, "FFmpeg, its options", at_least=0.75),
+            Ratio(OURS, "FFmpeg, our options"),
+            Ratio(OURS, "FFmpeg, with scaling", at_least=0.92),
+        ],
+        differences={
+            name: partial(difference_of_batches, open_batches, job)
+            for name, open_batches in opened.items()
+        },
+        note=describe_left_out(len(files) - len(jpegs), len(files)),
+    )
+
+
+def augment_section(folder: Path, num_workers: int) -> ImageSection:
+    job = Job(folder, num_workers, batch_size=64, num_counted=20)
+    read_files(job)
+    opened = open_torch_and_ours(job, augmented=True)
+    contenders = [loader(name, job, open_batches) for name, open_batches in opened.items()]
+    contenders += [
+        loader("spdl", job, partial(open_spdl, spdl_augmented, job), needs="spdl.io"),
+        loader(
+            "DALI",
+            job,
+            partial(open_dali, job, augmented=True),
+            needs="nvidia.dali.plugin.pytorch",
+        ),
+    ]
+
+    pil = pil_folder(folder, augmented=True)
+
+    def difference(load: Callable[[int], Tensor]) -> Callable[[], Difference]:
+        return partial(difference_when_seeded, load, lambda index: pil[index][0], job)
+
+    ours = our_folder(folder, augmented=True)
+    torchvision_io = torchvision_io_folder(folder, augmented=True)
+    return ImageSection(
+        "augment",
+        "img/s",
+        contenders,
+        [
+            Ratio(OURS, "torch, PIL", at_least=2),
+            Ratio(OURS, "torch, torchvision.io", at_least=1.2),
+            Ratio(OURS, "spdl"),
+            Ratio(OURS, "DALI"),
+        ],
+        differences={
+            OURS: difference(lambda index: ours[index][0]),
+            "torch, torchvision.io": difference(lambda index: torchvision_io[index][0]),
+            "spdl": difference(lambda index: spdl_augmented([job.samples[index][0]])[0]),
+        },
+    )
+
+
+def large_section(kind: str, folder: Path, num_workers: int) -> ImageSection:
+    job = Job(folder, num_workers, batch_size=8, num_counted=6)
+    opened = open_torch_and_ours(job, augmented=False)
+    return ImageSection(
+        f"large, {kind}",
+        "img/s",
+        [loader(name, job, open_batches) for name, open_batches in opened.items()],
+        [
+            Ratio(OURS, "torch, PIL"),
+            Ratio(OURS, "torch, torchvision.io", at_least=3 if kind == "enlarged" else None),
+        ],
+        differences={
+            name: partial(difference_of_batches, open_batches, job)
+            for name, open_batches in opened.items()
+        },
+    )
+
+
+def open_torch_and_ours(job: Job, *, augmented: bool) -> dict[str, OpenBatches]:
+    ours = our_folder(job.folder, augmented=augmented)
+    pil = pil_folder(job.folder, augmented=augmented)
+    torchvision_io = torchvision_io_folder(job.folder, augmented=augmented)
+    return {
+        OURS: partial(open_loader, spdl_torch.DataLoader, ours, job),
+        "torch, PIL": partial(open_loader, TorchDataLoader, pil, job),
+        "torch, torchvision.io": partial(open_loader, TorchDataLoader, torchvision_io, job),
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Large images
+# ---------------------------------------------------------------------------------------------
+
+
+def make_large_images(kind: str, source: Path, folder: Path) -> None:
+    """Fill a folder with JPEGs of 12 megapixels, made from the images of another."""
+    class_folder = folder / "large"
+    class_folder.mkdir(parents=True)
+    paths = [path for path, _ in ImageFolder(source).samples]
+    # Neighbours are of one class; their mosaic would be of one kind.
+    step = max(1, len(paths) // NUM_LARGE_IMAGES)
+    pictures = open_pictures(itertools.chain(*(paths[first::step] for first in range(step))))
+    for number in range(NUM_LARGE_IMAGES):
+        if kind == "enlarged":
+            image = next(pictures).resize(LARGE_SIZE, Image.Resampling.LANCZOS)
+        else:
+            image = mosaic(pictures)
+        image.save(class_folder / f"{number:04}.jpg", quality=90, subsampling="4:2:0")
+
+
+def open_pictures(paths: Iterable[str]) -> Iterator[Image.Image]:
+    for path in itertools.cycle(paths):
+        with Image.open(path) as image:
+            yield image.convert("RGB")
+
+
+def mosaic(pictures: Iterator[Image.Image]) -> Image.Image:
+    image = Image.new("RGB", LARGE_SIZE)
+    top = 0
+    while top < image.height:
+        left = 0
+        row_height = image.height
+        while left < image.width:
+            picture = next(pictures)
+            image.paste(picture, (left, top))
+            left += picture.width
+            row_height = min(row_height, picture.height)
+        # The next row covers what hangs over, so that nothing stays black.
+        top += row_height
+    return image
+
+
+# ---------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------
+
+
+def print_section(
+    section: ImageSection,
+    figures: dict[str, list[float]],
+    differences: dict[str, Difference],
+    console: Console,
+) -> None:
+    table = Table(title=section.name, title_justify="left", pad_edge=False)
+    table.add_column("contender", no_wrap=True)
+    # Narrow heads: all rows are to fit into 80 columns.
+    for head in [f"{section.unit},\nmedian", "lowest\nto highest", f"{OURS}\n/ it", "target"]:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("off PIL by\nmean, worst", justify="right", no_wrap=True)
+    ratios = {ratio.denominator: ratio for ratio in section.ratios}
+    for contender in section.contenders:
+        values = figures.get(contender.name)
+        if not values:
+            table.add_row(contender.name, "absent")
+            continue
+        ratio = ratios.get(contender.name)
+        difference = differences.get(contender.name)
+        table.add_row(
+            contender.name,
+            format_figure(statistics.median(values)),
+            f"{format_figure(min(values))}–{format_figure(max(values))}",
+            f"{statistics.median(ratio.values(figures)):.3g}" if ratio else "",
+            describe_target(ratio, figures) if ratio else "",
+            f"{difference.mean:.2f}, {difference.worst:.1f}" if difference else "",
+        )
+    console.print(table)
+    if section.note:
+        console.print(section.note, highlight=False)
+
+
+def describe_target(ratio: Ratio, figures: dict[str, list[float]]) -> str:
+    reached = ratio.reached(figures)
+    if reached is None:
+        return ratio.target
+    return f"{ratio.target} " + ("[green]✓[/green]" if reached else "[red]✗[/red]")
+
+
+def unmet_targets(
+    section: Section, figures: dict[str, list[float]], differences: dict[str, Difference]
+) -> Iterator[tuple[str, bool]]:
+    """What is to be said about targets, and whether they were missed or just not measured."""
+    for ratio in section.ratios:
+        if ratio.at_least is None or ratio.reached(figures):
+            continue
+        values = ratio.values(figures)
+        if values:
+            median = statistics.median(values)
+            short_percent = (1 - median / ratio.at_least) * 100
+            found = f"is {median:.3g}, {short_percent:.1f} % short of {ratio.at_least:.3g}"
+        else:
+            found = f"was not measured, and should be {ratio.target}"
+        yield f"{section.name}: {ratio.name} {found}", bool(values)
+    ours = differences.get(OURS)
+    if ours is not None and ours.worst > MAX_DIFFERENCE:
+        yield f"{section.name}: ours is off PIL by {ours.worst:.1f} in {ours.worst_path}", True
+
+
+def describe_left_out(num_left_out: int, num_files: int) -> str:
+    if not num_left_out:
+        return ""
+    if num_left_out == num_files:
+        return "No limits were measured: there is no JPEG."
+    return f"FFmpeg's rows leave out {num_left_out:,} of {num_files:,} files, which are no JPEGs."
+
+
+def describe_images(folder: Path, *, are_made: bool) -> str:
+    num_images = len(ImageFolder(folder))
+    if are_made:
+        return (
+            f"{num_images:,} images made for the purpose, as there is no --data. Photos cost more "
+            "or less to decode: compare ratios with those of other made images only."
+        )
+    return f"{num_images:,} images in {folder}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+SECTION_NAMES = ["resize", "augment", "large"]
+LARGE_KINDS = ["enlarged", "mosaic"]
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure spdl_torch.ImageLoader and its peers.")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder of images, one subfolder per class; without it, images are made",
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTION_NAMES,
+        default=SECTION_NAMES,
+        metavar="NAME",
+        help=f"sections to run, of: {', '.join(SECTION_NAMES)}",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a measured target is not reached"
+    )
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1, got {options.workers}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"--data must be a folder of images by class, and {options.data} is none")
+    return options
+
+
+def make_sections(
+    names: Sequence[str], folder: Path, temporary: Path, num_workers: int, console: Console
+) -> Iterator[ImageSection]:
+    for name in names:
+        if name == "resize":
+            yield resize_section(folder, num_workers)
+        elif name == "augment":
+            yield augment_section(folder, num_workers)
+        else:
+            for kind in LARGE_KINDS:
+                with console.status(f"making large images, {kind}"):
+                    make_large_images(kind, folder, temporary / kind)
+                yield large_section(kind, temporary / kind, num_workers)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse_arguments(arguments)
+    # torch advises against more workers than cores; --workers has been chosen all the same.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    console = Console()
+    results = []
+    unmet: list[tuple[str, bool]] = []
+    with tempfile.TemporaryDirectory(prefix="images-benchmark-") as temporary_name:
+        temporary = Path(temporary_name)
+        folder = options.data
+        if folder is None:
+            folder = temporary / "made"
+            folder.mkdir()
+            with console.status("making images"):
+                make_images(folder)
+        description = describe_images(folder, are_made=options.data is None)
+        console.print(description, markup=False, highlight=False)
+        for section in make_sections(options.only, folder, temporary, options.workers, console):
+            differences = measure_differences(section, console)
+            figures = measure_section(section, options.rounds, console)
+            print_section(section, figures, differences, console)
+            as_json = {name: asdict(difference) for name, difference in differences.items()}
+            results.append({**section_as_json(section, figures), "differences": as_json})
+            unmet += unmet_targets(section, figures, differences)
+    if options.json is not None:
+        report = {
+            "machine": describe_machine(),
+            "images": description,
+            "workers": options.workers,
+            "rounds": options.rounds,
+            "sections": results,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if not options.check:
+        return 0
+    for message, _ in unmet:
+        console.print(message, markup=False, highlight=False)
+    return 1 if any(is_missed for _, is_missed in unmet) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -138,6 +138,10 @@ class Orientation(NamedTuple):
             number = 1
         return cls(number in {5, 6, 7, 8}, number in {3, 4, 7, 8}, number in {2, 3, 6, 7})
 
+    @property
+    def is_as_stored(self) -> bool:
+        return not any(self)
+
     def seen_size(self, size: Size) -> Size:
         """The size as seen of a stored image, and the other way round."""
         return size[::-1] if self.is_transposed else size

@@ -14,9 +14,6 @@ from ._file import ImageError, parsed
 from ._geometry import Orientation, Plan, center_box, in_words, random_box, resized
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     Encoded = bytes | bytearray | memoryview | torch.Tensor
     Path = str | os.PathLike[str]
 
@@ -138,9 +135,9 @@ class ImageLoader:
         except ImageError as error:
             name = "image" if path is None else os.fspath(path)
             raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
-        return torch.from_numpy(pixels).as_subclass(Image)
+        return pixels.as_subclass(Image)
 
-    def _pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
+    def _pixels(self, data: bytes) -> torch.Tensor:
         file = parsed(data, self.max_pixels)
         orientation = _AS_STORED
         if self.apply_exif_orientation:

@@ -66,6 +66,8 @@ class ExecutorStage:
     round once more, now carrying the hook; at most one such carrier is under way at any time.
     """
 
+    takers = None
+
     def __init__(
         self,
         name: str,

@@ -16,6 +16,9 @@ class Shareable(Protocol):
 
     def is_left(self) -> bool: ...
 
+    def is_awaited(self) -> bool:
+        """Whether somebody has nothing else to do than to wait for it."""
+
     def share(self) -> None:
         """Call as many workers to it as it has use for."""
 
@@ -72,11 +75,18 @@ class Record:
     def has_shareable_work(self) -> bool:
         return any((work := ref()) is not None and work.is_left() for ref in self.shareable)
 
-    def share_work(self) -> None:
+    def share_work(self, *, if_awaited: bool) -> None:
         """Call more workers to what one worker was called to."""
+        kept = []
         while self.shareable:
-            if (work := self.shareable.pop()()) is not None:
+            ref = self.shareable.pop()
+            if (work := ref()) is None:
+                continue
+            if if_awaited and not work.is_awaited():
+                kept.append(ref)
+            else:
                 work.share()
+        self.shareable.extend(kept)
 
     def settle(self, num_slots: int) -> bool:
         """Settle some slots; true for the one caller that settles the last."""

@@ -36,6 +36,9 @@ _SHARE_SECONDS: Final = 0.001
 class SampleStage(Protocol):
     """A stage with work to do on single samples."""
 
+    takers: Workers | None
+    """Who takes what is put here; None if we do not know them."""
+
     def put(self, record: Record, slots: Sequence[int]) -> None:
         """Take over these slots, which are in ascending order."""
 
@@ -76,12 +79,18 @@ class _Job:
     it makes no difference to the result how many workers were called.
     """
 
-    __slots__ = ("__weakref__", "_workers", "num_samples", "record", "unclaimed")
+    __slots__ = ("__weakref__", "_takers", "_workers", "num_samples", "record", "unclaimed")
 
     def __init__(
-        self, workers: Workers, record: Record, slots: Sequence[int], num_samples: int
+        self,
+        workers: Workers,
+        takers: Workers | None,
+        record: Record,
+        slots: Sequence[int],
+        num_samples: int,
     ) -> None:
         self._workers = workers
+        self._takers = takers
         self.record = record
         self.unclaimed = iter(slots)
         self.num_samples = num_samples
@@ -89,6 +98,9 @@ class _Job:
 
     def is_left(self) -> bool:
         return length_hint(self.unclaimed) > 0
+
+    def is_awaited(self) -> bool:
+        return self._takers is None or self._takers.any_is_idle()
 
     def share(self) -> None:
         call = [self]
@@ -123,7 +135,7 @@ class ThreadStage:
         """None: this stage itself. (A stage that refers to itself would outlive its iterator.)"""
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
         self.tools: dict[int, tuple[Operation | None, Operation | None]] = {}
-        self._workers = Workers(name, worker_ids, self)
+        self._workers = self.takers = Workers(name, worker_ids, self)
         self.workers = [self._workers]
 
     # -- how work enters ---------------------------------------------------------------------
@@ -137,15 +149,19 @@ class ThreadStage:
                 (self._collate_stage or self).collate(record)
             else:
                 slots = range(1 if self._takes_whole_batch else num_samples)
-                jobs.append(_Job(self._workers, record, slots, num_samples))
+                jobs.append(self._job(record, slots, num_samples))
         self._hand_out(jobs)
         return len(records)
 
     def put(self, record: Record, slots: Sequence[int]) -> None:
-        self._hand_out([_Job(self._workers, record, slots, len(slots))])
+        self._hand_out([self._job(record, slots, len(slots))])
 
     def collate(self, record: Record) -> None:
-        self._workers.put([_Job(self._workers, record, (), 0)])
+        self._workers.put([self._job(record, (), 0)])
+
+    def _job(self, record: Record, slots: Sequence[int], num_samples: int) -> _Job:
+        takers = None if self._next_stage is None else self._next_stage.takers
+        return _Job(self._workers, takers, record, slots, num_samples)
 
     def num_samples_per_task(self) -> int:
         return self._group_size.num_samples()

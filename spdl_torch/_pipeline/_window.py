@@ -19,6 +19,9 @@ _QUICK_SECONDS: Final = 0.0001
 _PATIENCE_SECONDS: Final = 0.002
 """How long the consumer lets one worker make several cheap batches before it calls the others."""
 
+_LONG_PATIENCE_SECONDS: Final = 1.0
+"""How long it goes on so if all workers who could be waiting for that one are busy."""
+
 
 class NotInTime(Exception):  # noqa: N818 (not an error: the consumer may ask again)
     """The next batch was not finished within the time allowed. Nothing is lost: ask again."""
@@ -64,6 +67,7 @@ class Window:
         self._num_drawn = 0
         self._source_has_ended = False
         self._returned = 0.0
+        self._patience_seconds = _PATIENCE_SECONDS
         self._signal = signal
 
     def next(self, timeout_seconds: float | None) -> Record | None:
@@ -73,6 +77,7 @@ class Window:
         the step in which it is returned.
         """
         is_quick = time.perf_counter() - self._returned < _QUICK_SECONDS
+        self._patience_seconds = _PATIENCE_SECONDS
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             if self._signal.error is not None:
@@ -167,10 +172,11 @@ class Window:
     def _wait(self, deadline: float | None) -> None:
         """Wait until something may have changed."""
         if any(record.has_shareable_work() for record in self._pending):
-            self._signal.consumer_is_patient = True
-            patience = time.monotonic() + _PATIENCE_SECONDS
+            is_first_time = self._patience_seconds == _PATIENCE_SECONDS
+            patience = time.monotonic() + self._patience_seconds
             if deadline is not None:
                 patience = min(patience, deadline)
+            self._signal.consumer_is_patient = is_first_time
             try:
                 in_time = self._signal.wait(patience)
             finally:
@@ -178,7 +184,8 @@ class Window:
             if not in_time:
                 # The work was not as cheap as it seemed, or it waits for work behind it.
                 for record in self._pending:
-                    record.share_work()
+                    record.share_work(if_awaited=is_first_time)
+                self._patience_seconds = _LONG_PATIENCE_SECONDS
         elif not self._signal.wait(deadline):
             raise NotInTime
 

@@ -79,6 +79,9 @@ class _TaskQueue:
                 bell.acquire()  # It has been taken, so it is rung, if only in a moment.
             return task
 
+    def has_sleeper(self) -> bool:
+        return bool(self._sleepers)
+
     def clear(self) -> None:
         self._tasks.clear()
 
@@ -131,6 +134,9 @@ class Workers:
                     raise error
                 finally:
                     del errors, error
+
+    def any_is_idle(self) -> bool:
+        return self._tasks.has_sleeper()
 
     def abandon(self) -> None:
         self._tasks.clear()

@@ -505,6 +505,25 @@ def test_a_lossless_jpeg_is_decoded_to_any_size():
         assert difference(image, v2.Resize(size)(pil_image(data))) <= 3
 
 
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize(
+    "options",
+    [{"subsampling": 0}, {"subsampling": 2}, {"progressive": True}, {"restart_marker_rows": 1}],
+    ids=str,
+)
+def test_leaving_out_the_rows_below_a_random_part_does_not_change_it(options, orientation):
+    data = turned("JPEG", orientation, **options)
+    for seed in range(20):
+        images = []
+        for reducing_gap in (3.0, None):
+            torch.manual_seed(seed)
+            loader = ImageLoader(
+                96, crop="random", reducing_gap=reducing_gap, apply_exif_orientation=True
+            )
+            images.append(loader.decode(data))
+        assert torch.equal(*images)
+
+
 def test_a_random_part_of_a_large_jpeg_looks_the_same():
     data = encoded("jpeg 4:4:4", 2000, 2600)
     transform = v2.RandomResizedCrop(32)

@@ -35,13 +35,21 @@ class ThreadTools(threading.local):
         self._scaler = VideoReformatter()
         self._converter = VideoReformatter()
 
-    def decode(self, file: ImageFile, reduction: int, max_pixels: int | None) -> VideoFrame:
-        """The image in a file, each side halved `reduction` times."""
+    def decode(
+        self, file: ImageFile, reduction: int, num_rows: int | None, max_pixels: int | None
+    ) -> VideoFrame:
+        """The image in a file, each side halved `reduction` times.
+
+        If no more than its first `num_rows` are needed there may be no others.
+        """
         if len(file.encoded) > _MAX_BYTES:
             raise ImageError(f"it is larger than the {_MAX_BYTES:,} bytes that FFmpeg takes")
         # A copy, because decoders read a little past the end, and a packet has room for that.
         packet = Packet(len(file.encoded))
         packet.update(file.encoded)
+        if num_rows is not None and file.has_own_tables:
+            # A decoder stops when it has all the rows that the header claims.
+            memoryview(packet)[file.height_at : file.height_at + 2] = num_rows.to_bytes(2, "big")
         # Decoders remember: the last image, its tables, that it was a negative. That of JPEG is
         # worth being used again, and does no harm to a file with its own tables.
         decoder = None
@@ -284,16 +292,16 @@ def pixels_of(
 ) -> torch.Tensor:
     """The channels of a frame in their order, side by side: C×H×W."""
     planes = frame.planes
-    if orientation.is_as_stored and center is None and not is_mirrored and _is_dense(planes[0]):
+    if orientation.is_as_stored and center is None and _is_dense(planes[0]):
         # What is below would do it too, in three times the time.
         joined = bytearray().join([planes[number] for number in output.planes])
-        return torch.frombuffer(joined, dtype=torch.uint8).view(-1, frame.height, frame.width)
-    channels = [orientation.seen(_samples_of(plane)) for plane in planes]
-    if center is not None:
-        channels = [center.of(channel) for channel in channels]
-    if is_mirrored:
-        channels = [channel[:, ::-1] for channel in channels]
-    return torch.from_numpy(np.stack([channels[number] for number in output.planes]))
+        pixels = torch.frombuffer(joined, dtype=torch.uint8).view(-1, frame.height, frame.width)
+    else:
+        channels = [orientation.seen(_samples_of(plane)) for plane in planes]
+        if center is not None:
+            channels = [center.of(channel) for channel in channels]
+        pixels = torch.from_numpy(np.stack([channels[number] for number in output.planes]))
+    return pixels.flip(-1) if is_mirrored else pixels
 
 
 def _is_dense(plane: VideoPlane) -> bool:

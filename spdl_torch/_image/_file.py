@@ -34,7 +34,9 @@ class ImageFile(NamedTuple):
     can_be_reduced: bool = False
     """FFmpeg can decode it at a fraction of its size."""
     has_own_tables: bool = False
-    """A JPEG whose pixels do not depend on what the decoder saw before."""
+    """A JPEG in one scan, whose pixels do not depend on what the decoder saw before."""
+    height_at: int = 0
+    """Where the height stands in a JPEG."""
     has_alpha: bool = False
     """The file says so; FFmpeg may decode an alpha channel in any case."""
     filled: Box | None = None
@@ -139,6 +141,7 @@ def _parse_jpeg(data: bytes) -> ImageFile:
         can_be_reduced=kind in _WITH_DCT,
         # Four tables of Huffman codes, or two for grey, are what a scan of all channels can use.
         # Images in several scans may bring more later.
+        height_at=frame_at + 3 - start + sum(map(len, pieces)),
         has_own_tables=kind == 0xC0
         and _num_huffman_tables(data, tables[_HUFFMAN]) >= (2 if num_channels == 1 else 4),
     )

@@ -190,8 +190,9 @@ def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float
     height, width = size
     log_ratio = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        area = height * width * torch.empty(1).uniform_(*scale).item()
-        aspect = torch.empty(1).uniform_(*log_ratio).exp_().item()
+        share, position = torch.rand(2).tolist()
+        area = height * width * (scale[0] + share * (scale[1] - scale[0]))
+        aspect = math.exp(log_ratio[0] + position * (log_ratio[1] - log_ratio[0]))
         box_width = round(math.sqrt(area * aspect))
         box_height = round(math.sqrt(area / aspect))
         if 0 < box_width <= width and 0 < box_height <= height:

@@ -25,6 +25,9 @@ _MAX_PIXELS = 178_956_970
 _tools = ThreadTools()
 _AS_STORED = Orientation()
 
+_MARGIN_ROWS = 8
+"""What is behind the last row that is needed may colour it, if chroma is subsampled."""
+
 
 class ImageLoader:
     """Reads and decodes an image file; what torchvision's datasets take as their `loader`.
@@ -142,12 +145,15 @@ class ImageLoader:
         orientation = _AS_STORED
         if self.apply_exif_orientation:
             orientation = Orientation.of_exif(file.exif_orientation)
-        plan, reduction = None, 0
+        plan, reduction, num_rows = None, 0, None
         if file.can_be_reduced and file.size is not None and self.reducing_gap is not None:
             # What is not needed can be left out only if it is known before decoding.
             plan = self._plan(orientation.seen_size(file.size))
             reduction = plan.reduction(self.reducing_gap)
-        frame = _tools.decode(file, reduction, self.max_pixels)
+            if plan.box is not None:
+                top, _, height, _ = orientation.stored_box(plan.box, plan.seen_size)
+                num_rows = min(file.size[0], top + height + _MARGIN_ROWS)
+        frame = _tools.decode(file, reduction, num_rows, self.max_pixels)
         size = frame.height, frame.width
         plan = plan or self._plan(orientation.seen_size(size))
         output = output_of(frame, self.mode, file)

@@ -184,3 +184,60 @@ def test_two_stages_hand_over_every_sample_once():
     assert batches_of(pipeline, source) == [[-n for n in indices] for indices in source]
     assert sorted(loaded) == sorted(preprocessed) == list(range(1100))
     pipeline.close()
+
+
+# -- how many workers load a batch -----------------------------------------------------------------
+
+
+def staged(load, preprocess, num_load_workers=4):
+    preprocess_stage = ThreadStage(
+        "preprocess", range(2), lambda worker_id: (preprocess, list), is_first=False
+    )
+    load_stage = ThreadStage(
+        "load",
+        range(2, 2 + num_load_workers),
+        lambda worker_id: (load, None),
+        is_first=True,
+        next_stage=preprocess_stage,
+        collate_stage=preprocess_stage,
+    )
+    return load_stage, preprocess_stage
+
+
+CHEAP = [[0] * 64] * 8
+"""An epoch of these tells the engine that samples are cheap, and one worker enough for a batch."""
+
+
+def test_all_workers_are_called_to_load_what_the_next_stage_has_to_wait_for():
+    barrier = threading.Barrier(4)
+
+    def load(index):
+        if index > 0:
+            barrier.wait(PATIENCE_SECONDS)
+        return index
+
+    pipeline = pipeline_of(*staged(load, lambda index: index))
+    batches_of(pipeline, CHEAP)
+    assert batches_of(pipeline, [[1, 2, 3, 4]] * 3) == [[1, 2, 3, 4]] * 3
+    pipeline.close()
+
+
+def test_samples_that_wait_for_each_other_are_loaded_though_the_next_stage_is_busy():
+    second_is_loaded = threading.Event()
+
+    def load(index):
+        if index == 3:
+            assert second_is_loaded.wait(PATIENCE_SECONDS)
+        if index == 4:
+            second_is_loaded.set()
+        return index
+
+    def preprocess(index):
+        if index in {1, 2}:  # Both workers of the next stage.
+            assert second_is_loaded.wait(PATIENCE_SECONDS)
+        return index
+
+    pipeline = pipeline_of(*staged(load, preprocess))
+    batches_of(pipeline, CHEAP)
+    assert batches_of(pipeline, [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
+    pipeline.close()

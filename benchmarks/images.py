@@ -71,6 +71,8 @@ from loaders import (
     Contender,
     Ratio,
     Section,
+    argument_parser,
+    checked,
     describe_machine,
     format_figure,
     make_images,
@@ -769,34 +771,11 @@ LARGE_KINDS = ["enlarged", "mosaic"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure spdl_torch.ImageLoader and its peers.")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="folder of images, one subfolder per class; without it, images are made",
-    )
+    parser = argument_parser("Measure spdl_torch.ImageLoader and its peers.", SECTION_NAMES)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=SECTION_NAMES,
-        default=SECTION_NAMES,
-        metavar="NAME",
-        help=f"sections to run, of: {', '.join(SECTION_NAMES)}",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 if a measured target is not reached"
-    )
-    options = parser.parse_args(arguments)
+    options = checked(parser, arguments)
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    if options.data is not None and not options.data.is_dir():
-        parser.error(f"--data must be a folder of images by class, and {options.data} is none")
     return options
 
 

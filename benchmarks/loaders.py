@@ -865,8 +865,9 @@ SECTION_NAMES = ["trivial", "latency", "images", "first-batch", "memory"]
 IMAGE_SECTION_NAMES = {"images", "first-batch"}
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure spdl_torch.DataLoader and its peers.")
+def argument_parser(description: str, section_names: Sequence[str]) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--data",
         type=Path,
@@ -877,21 +878,31 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=SECTION_NAMES,
-        default=SECTION_NAMES,
+        choices=section_names,
+        default=section_names,
         metavar="NAME",
-        help=f"sections to run, of: {', '.join(SECTION_NAMES)}",
+        help=f"sections to run, of: {', '.join(section_names)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a measured target is not reached"
     )
-    parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data must be a folder of images by class, and {options.data} is none")
+    return options
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("Measure spdl_torch.DataLoader and its peers.", SECTION_NAMES)
+    parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
+    options = checked(parser, arguments)
     if "memory" in options.only and not Path("/proc/self/smaps_rollup").exists():
         others = " ".join(name for name in options.only if name != "memory")
         parser.error(f"memory is read from Linux' /proc, which is not there. Use --only {others}")

@@ -184,8 +184,7 @@ def center_box(size: Size, kept: Size) -> Box:
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
     """The part that torchvision's `RandomResizedCrop` takes, by the same random numbers.
 
-    Written anew because torchvision's takes a tenth of the time in which an image is decoded, and
-    holds the GIL all the while.
+    Written anew because torchvision's takes several times as long, which shows beside decoding.
     """
     height, width = size
     log_ratio = math.log(ratio[0]), math.log(ratio[1])

@@ -32,8 +32,8 @@ _MARGIN_ROWS = 8
 class ImageLoader:
     """Reads and decodes an image file; what torchvision's datasets take as their `loader`.
 
-    It gives a `torchvision.tv_tensors.Image`, uint8 C×H×W. Resizing, cropping and mirroring are
-    done by the way, on no more pixels than needed. Threads may share it.
+    It gives a `torchvision.tv_tensors.Image`, uint8 C×H×W. Of a random part no more is resized than
+    what is kept. Threads may share it.
 
     Args:
         size: Resizes, antialiased, to (height, width), or the shorter side to an int. None leaves
@@ -48,7 +48,8 @@ class ImageLoader:
             alpha. The others leave alpha out.
         apply_exif_orientation: Turn the image as its EXIF entry says.
         reducing_gap: A JPEG is decoded at a quarter or an eighth of its size if that leaves
-            `reducing_gap` times as much as `size` needs. None always decodes all pixels.
+            `reducing_gap` times as much as `size` needs, and not below the random part that is
+            kept. None always decodes all pixels.
         max_pixels: Larger images are an error, because a few bytes can claim to be gigabytes. None
             sets no limit but FFmpeg's.
     """

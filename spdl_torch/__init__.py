@@ -4,12 +4,21 @@ from typing import TYPE_CHECKING
 
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
+from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
 from ._version import __version__
 
 if TYPE_CHECKING:
     from ._image import ImageError, ImageLoader
 
-__all__ = ["DataLoader", "ImageError", "ImageLoader", "StagedDataset", "__version__"]
+__all__ = [
+    "DataLoader",
+    "DistributedDeterministicSampler",
+    "DistributedRandomSampler",
+    "ImageError",
+    "ImageLoader",
+    "StagedDataset",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

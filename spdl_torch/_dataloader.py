@@ -14,9 +14,10 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ._assembly import CallerIterator, ThreadIterator
 from ._dataset import collate_of
 from ._event_loop import EventLoop
+from ._iterators import CallerIterator, ProcessIterator, ThreadIterator
+from ._progress import Progress, progress_of, restored_progress
 
 __all__ = ["DataLoader"]
 
@@ -62,6 +63,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             code that holds the GIL. It stays yours: the loader does not shut it down.
         copy_dataset: give every worker thread its own copy of a map-style dataset, made by
             pickling, for datasets that are not thread-safe. Iterable datasets are always copied.
+        snapshot_every_n_steps: has no effect, and is here for those who come from torchdata's
+            `StatefulDataLoader`: `state_dict` is exact after every batch.
 
     """
 
@@ -91,6 +94,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         buffer_size: int | None = None,
         preprocess_executor: Executor | None = None,
         copy_dataset: bool = False,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         self.worker_method = worker_method
         self.num_io_workers = num_io_workers
@@ -98,9 +102,14 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.buffer_size = buffer_size
         self.preprocess_executor = preprocess_executor
         self.copy_dataset = copy_dataset
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self._event_loop = EventLoop()
         self._iterators: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
         self._is_closed = False
+        self._progress: Progress | None = None
+        """Of the last iterator that was made."""
+        self._next_progress: Progress | None = None
+        """Of the next one, if it was loaded or has been saved already."""
         self._check(dataset, num_workers, prefetch_factor)
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
             collate_fn = collate_of(dataset)
@@ -184,13 +193,74 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         return iterator
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
+        progress = self._begin_progress()
         if self.num_workers == 0:
-            return CallerIterator(self)
+            return CallerIterator(self, progress)
         if self.worker_method == "multiprocessing":
-            return super()._get_iterator()
-        iterator = ThreadIterator(self)
+            self.check_worker_number_rationality()
+            return ProcessIterator(self, progress)
+        iterator = ThreadIterator(self, progress)
         self._iterators.add(iterator)
         return iterator
+
+    def _begin_progress(self) -> Progress:
+        self._progress = self._next_progress or progress_of(self)
+        self._next_progress = None
+        self._progress.begin(self.dataset)
+        return self._progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the last iterator has come, for `load_state_dict` of this or another loader.
+
+        Exact after every batch: what workers have loaded ahead does not count. At the end of an
+        epoch, and before the first one, it is the state of the epoch to come.
+        """
+        if self.worker_method == "multiprocessing" and self.num_workers > 0 and not self.in_order:
+            raise RuntimeError(
+                "worker processes do not say which batch they deliver with in_order=False. "
+                'Use worker_method="thread" or in_order=True to save the state.'
+            )
+        progress = self._next_progress
+        if progress is None:
+            progress = self._progress
+            if progress is None:
+                progress = self._next_progress = progress_of(self)
+            elif progress.is_over:
+                progress = self._next_progress = progress.following(self)
+        progress.foresee(self)
+        return progress.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iterator go on where the state was saved.
+
+        The number of workers may be another, and the batch size; with `DistributedRandomSampler`,
+        the number of ranks too.
+
+        Args:
+            state_dict: what `state_dict` gave. An empty dict changes nothing.
+
+        """
+        if state_dict == {}:
+            return
+        self._next_progress = restored_progress(self, state_dict)
+        # Workers that live on have their datasets where the last epoch left them.
+        self._iterator = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the sampler, if it has epochs.
+
+        Args:
+            epoch: number of the epoch.
+
+        """
+        for sampler in (
+            self.batch_sampler,
+            self.sampler,
+            getattr(self.batch_sampler, "sampler", None),
+        ):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+                return
 
     def check_worker_number_rationality(self) -> None:
         """Warn about more workers than can be of use."""
@@ -230,7 +300,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads do not travel; the copy starts its own.
-        return self.__dict__ | {"_iterator": None, "_iterators": None}
+        return self.__dict__ | {"_iterator": None, "_iterators": None, "_progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_iterators": weakref.WeakSet()})

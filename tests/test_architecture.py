@@ -18,18 +18,37 @@ from .datasets import Sharded, Squares
 PACKAGE = Path(spdl_torch.__file__).parent
 
 MAY_IMPORT = {
-    "__init__": {"_dataloader", "_dataset", "_image", "_version"},
-    "_dataloader": {"_assembly", "_dataset", "_event_loop"},
-    "_dataset": {"_event_loop"},
+    "__init__": {"_dataloader", "_dataset", "_image", "_sampler", "_version"},
+    "_dataloader": {"_dataset", "_event_loop", "_iterators", "_progress"},
+    "_iterators": {
+        "_assembly",
+        "_dataloader",  # for its type alone
+        "_pipeline",
+        "_progress",
+        "_randomness",
+    },
     "_assembly": {
         "_collate",
         "_dataloader",  # for its type alone
         "_dataset",
         "_dataset_copy",
         "_pipeline",
+        "_progress",
         "_randomness",
         "_worker_info",
     },
+    "_dataset": {"_event_loop"},
+    "_progress": {
+        "_dataloader",  # for its type alone
+        "_order",
+        "_ranges",
+        "_reader",
+        "_saved",
+    },
+    "_order": {"_ranges", "_sampler", "_saved"},
+    "_reader": {"_saved"},
+    "_sampler": {"_permutation", "_ranges"},
+    "_saved": {"_ranges"},
 }
 """Imports go down. An operation never imports its neighbour."""
 

@@ -13,9 +13,12 @@ from ._workers import Workers
 
 __all__ = ["IterableStage"]
 
-OpenEpoch = Callable[[], Operation]
-"""Starts a worker's iterator afresh. Gives the function that draws the samples of one batch from
-it, and raises StopIteration when there are none left."""
+Draw = Callable[[Any], tuple[Any, Any]]
+"""Draws the samples of one batch from a worker's iterator; gives them and a bookmark, which says
+where the iterator is after them. Raises StopIteration when there are none left."""
+
+OpenEpoch = Callable[[], Draw]
+"""Starts a worker's iterator afresh."""
 
 SetUpIterable = Callable[[int], tuple[OpenEpoch, Operation]]
 """Runs in the worker's thread; gives the worker its iterator and its collate function."""
@@ -28,7 +31,11 @@ class IterableStage:
     When it is found out does not matter: what it is asked after its end comes back exhausted.
     """
 
-    def __init__(self, name: str, width: int, set_up: SetUpIterable) -> None:
+    def __init__(
+        self, name: str, width: int, set_up: SetUpIterable, first_worker: Callable[[], int]
+    ) -> None:
+        self._first_worker = first_worker
+        """Whose turn it is when an epoch begins."""
         self._iterables = [_IterableWorker(name, worker_id, set_up) for worker_id in range(width)]
         self.workers = [iterable.thread for iterable in self._iterables]
         self._signal: Signal | None = None
@@ -41,6 +48,7 @@ class IterableStage:
             if record.signal is not self._signal:  # A new epoch.
                 self._signal = record.signal
                 self._rotation = deque(self._iterables)
+                self._rotation.rotate(-self._first_worker())
             while self._rotation and self._rotation[0].exhausted_in is record.signal:
                 self._rotation.popleft()
             if not self._rotation:
@@ -60,7 +68,7 @@ class _IterableWorker:
         self._name = name
         self._set_up = set_up
         self._signal: Signal | None = None
-        self._draw: Operation | None = None
+        self._draw: Draw | None = None
         self.exhausted_in: Signal | None = None
         """The epoch in which this worker has nothing left, known by its signal."""
         self.tools: dict[int, tuple[OpenEpoch, Operation]] = {}
@@ -96,7 +104,8 @@ class _IterableWorker:
     def _draw_samples(self, record: Record) -> Any:
         try:
             if self._draw is not None:  # None: it could not be opened, which has been reported.
-                return self._draw(record.drawn)
+                samples, record.bookmark = self._draw(record.drawn)
+                return samples
         except StopIteration:
             self._draw = None
         self.exhausted_in = record.signal

@@ -36,6 +36,7 @@ class Record:
         "_lock",
         "_num_unsettled",
         "batch",
+        "bookmark",
         "drawn",
         "error",
         "indices",
@@ -55,6 +56,8 @@ class Record:
         """One index for each slot."""
         self.slots: Any = [None] * len(indices)
         self.batch: Any = None
+        self.bookmark: Any = None
+        """What the stage says about where it is after this batch (iterable datasets)."""
         self.error: BaseException | None = None
         self.is_finished = False
         self.is_exhausted = False

@@ -162,11 +162,19 @@ class Window:
         """Where in the window the batch is that can be delivered now."""
         while self._pending and self._pending[0].is_exhausted:
             self._pending.popleft()
-        for position, record in enumerate(self._pending):
+        if self._in_order:
+            return 0 if self._pending and self._pending[0].is_finished else None
+        position = self._first_finished(len(self._pending))
+        # One worker's batches come in their order, if it has an iterator of its own. The one before
+        # this may have been finished after it was looked at; but then it is finished now.
+        while position is not None and position != (again := self._first_finished(position + 1)):
+            position = again
+        return position
+
+    def _first_finished(self, num_records: int) -> int | None:
+        for position, record in zip(range(num_records), self._pending, strict=False):
             if record.is_finished and not record.is_exhausted:
                 return position
-            if self._in_order:
-                break
         return None
 
     def _wait(self, deadline: float | None) -> None:

@@ -1,0 +1,327 @@
+"""The iterators over a loader's batches: in the calling thread, worker threads or processes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+)
+from torch.utils.data.graph_settings import apply_sharding
+
+from ._assembly import Workshop, assemble, one_walk_at_a_time
+from ._pipeline import NotInTime, Pipeline
+from ._progress import IterableProgress, Progress
+from ._randomness import generators_kept
+
+if TYPE_CHECKING:
+    from ._dataloader import DataLoader
+
+__all__ = ["CallerIterator", "ProcessIterator", "ThreadIterator"]
+
+_INIT_SECONDS: Final = 0.5
+"""The workers run `worker_init_fn` one after the other, because the generators that it may seed are
+the same for all; but one that takes longer, or waits for the others, does not hold them up."""
+
+_nothing = contextlib.nullcontext()
+
+
+class _Iterator(_BaseDataLoaderIter):
+    """An iterator of torch's that goes on from wherever a progress is.
+
+    torch's constructors draw the seeds of an epoch and the indices of the first batches themselves,
+    and hand some of them to worker processes before they return. So what they set is caught on its
+    way into the attribute.
+    """
+
+    _progress: Progress
+    """Set before torch's constructor is called."""
+
+    @property
+    def _base_seed(self) -> int:
+        return self._progress_seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        self._progress_seed = self._progress.take_base_seed(int(drawn))
+
+    @property
+    def _shared_seed(self) -> int | None:
+        return self._progress_shared_seed
+
+    @_shared_seed.setter
+    def _shared_seed(self, drawn: int | None) -> None:
+        self._progress_shared_seed = drawn
+        if isinstance(self._progress, IterableProgress):
+            self._progress_shared_seed = self._progress.take_shared_seed(drawn)
+
+    @property
+    def _index_sampler(self) -> _IndexSampler:
+        return _IndexSampler(self._loader_sampler, self._progress)
+
+    @_index_sampler.setter
+    def _index_sampler(self, sampler: Any) -> None:
+        self._loader_sampler = sampler
+
+
+@dataclass
+class _IndexSampler:
+    """What a loader has for its batch sampler, but drawn from a progress."""
+
+    sampler: Any
+    progress: Progress
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.progress)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class CallerIterator(_Iterator):
+    """One epoch loaded in the calling thread, as torch does it with `num_workers=0`."""
+
+    def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
+        self._progress = progress
+        super().__init__(loader)
+        if self._timeout != 0:
+            raise AssertionError("num_workers=0 has no timeout: set it to 0, or num_workers to 1.")
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            apply_sharding(self._dataset, self._world_size, self._rank)
+        self._num_drawn = 0
+        if isinstance(progress, IterableProgress):
+            progress.warn_of_skipping()
+            self._reader = progress.open(
+                self._dataset, 0, batched=self._auto_collation, drop_last=self._drop_last
+            )
+            progress.hold(self._reader)
+        else:
+            progress.restore_dataset(self._dataset, has_begun=True)
+            self._fetcher = _DatasetKind.create_fetcher(
+                self._dataset_kind,
+                self._dataset,
+                self._auto_collation,
+                self._collate_fn,
+                self._drop_last,
+            )
+
+    def _next_data(self) -> Any:
+        try:
+            drawn = next(self._sampler_iter)
+            if self._dataset_kind == _DatasetKind.Iterable:
+                samples = self._reader.draw(drawn)
+        except StopIteration:
+            self._progress.is_over = True
+            raise
+        number = self._num_drawn
+        self._num_drawn += 1
+        try:
+            if self._dataset_kind == _DatasetKind.Iterable:
+                batch = self._collate_fn(samples)
+            else:
+                batch = self._fetcher.fetch(drawn)
+        except Exception as error:
+            # This batch will not come again: whoever asks for the next gets the one after it.
+            self._deliver(number)
+            if isinstance(error, StopIteration):
+                # Raised out of __next__ it would end the training loop as if the epoch were over.
+                raise RuntimeError(
+                    f"the dataset raised {error!r} where a sample was expected"
+                ) from error
+            raise
+        self._deliver(number)
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
+
+    def _deliver(self, number: int) -> None:
+        if isinstance(self._progress, IterableProgress) and not self._reader.is_stateful:
+            self._progress.deliver_from(0, self._reader.bookmark())
+        else:
+            self._progress.deliver(number)
+
+
+class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
+    """One epoch loaded by torch's worker processes; with persistent workers, one after another."""
+
+    def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
+        self._progress = progress
+        progress.restore_dataset(loader.dataset, has_begun=True)
+        super().__init__(loader)
+        self._num_delivered = 0
+        if isinstance(progress, IterableProgress):
+            for _ in range(progress.num_to_read_again()):
+                super().__next__()
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self._progress.is_over = True
+            raise
+        except Exception:
+            self._deliver()
+            raise
+        self._deliver()
+        return batch
+
+    def _deliver(self) -> None:
+        self._progress.deliver(self._num_delivered)
+        self._num_delivered += 1
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        if not first_iter:
+            self._progress = loader._begin_progress()
+            self._num_delivered = 0
+        super()._reset(loader, first_iter)
+
+
+class ThreadIterator(_Iterator):
+    """One epoch loaded by worker threads; with persistent workers, one epoch after the other.
+
+    The threads end when nobody refers to this object any more. So neither they may refer to it nor
+    any frame that is entered to get a batch: an exception holds the frames it went through and
+    their callers, and lives on in the window, in a notebook, in a list of the user's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
+        self._progress = progress
+        with one_walk_at_a_time(loader.dataset):
+            super().__init__(loader)
+            self._workshop = Workshop.of(self, loader)
+        progress.restore_dataset(self._dataset, has_begun=True)
+        if isinstance(progress, IterableProgress):
+            progress.warn_of_skipping()
+        self._pipeline = assemble(loader, self._workshop, self._dataset_kind)
+        # At the interpreter's exit the pipeline closes by itself.
+        weakref.finalize(self, self._pipeline.lifetime.close_by_finaliser).atexit = False
+        if isinstance(self._dataset, IterDataPipe):
+            # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
+            with one_walk_at_a_time(self._dataset):
+                super()._reset(loader, first_iter=True)
+        self._epoch = self._begin()
+
+    def __next__(self) -> Any:
+        epoch = self._epoch
+        # In `iter(loader).__next__()` this frame has the only reference.
+        epoch.iterator = self
+        del self
+        try:
+            return epoch.next_batch()
+        finally:
+            epoch.iterator = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self._pipeline.is_usable
+
+    @property
+    def _workers(self) -> list[threading.Thread]:
+        # torch's name for its processes.
+        return self._pipeline.threads
+
+    def _shutdown_workers(self) -> None:
+        # torch's name too: frameworks call it when they are done with a loader.
+        self._pipeline.close()
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        self._progress = loader._begin_progress()
+        with one_walk_at_a_time(self._dataset):
+            super()._reset(loader, first_iter)
+        self._workshop.shared_seed = self._shared_seed
+        self._epoch = self._begin()
+
+    def _begin(self) -> _Epoch:
+        self._workshop.progress = self._progress
+        self._pipeline.begin(self._sampler_iter)
+        is_iterable = self._dataset_kind == _DatasetKind.Iterable
+        return _Epoch(
+            self._pipeline,
+            self._progress,
+            self._profile_name,
+            self._timeout,
+            is_last=not self._persistent_workers,
+            dataset=self._dataset,
+            length=self._IterableDataset_len_called if is_iterable else None,
+            has_init_fn=self._workshop.worker_init_fn is not None,
+        )
+
+
+@dataclass
+class _Epoch:
+    """What the training loop has of a pipeline during one epoch."""
+
+    pipeline: Pipeline
+    progress: Progress
+    profile_name: str
+    timeout_seconds: float
+    is_last: bool
+    """The workers end with it."""
+    dataset: Any
+    length: int | None
+    """The length that an iterable dataset was said to have."""
+    has_init_fn: bool
+    num_yielded: int = 0
+    iterator: ThreadIterator | None = None
+    """Kept alive while it is asked for a batch."""
+
+    def start(self) -> None:
+        # A thread that needs its number of intra-op threads for the first time takes the one that
+        # was last set anywhere. So this thread takes its own before the workers set theirs, and
+        # sets it again afterwards, for the threads to come.
+        num_threads = torch.get_num_threads()
+        try:
+            if self.has_init_fn:
+                with generators_kept():
+                    self.pipeline.start(_INIT_SECONDS)
+            else:
+                self.pipeline.start()
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def next_batch(self) -> Any:
+        if not self.pipeline.is_started and self.pipeline.is_usable:
+            self.start()
+        # torch marks every batch for a profiler, running or not, which takes about as long as
+        # everything else that is done for a batch in this thread.
+        with record_function(self.profile_name) if _profiler_enabled() else _nothing:
+            try:
+                record = self.pipeline.next(self.timeout_seconds or None)
+            except NotInTime:
+                raise RuntimeError(
+                    f"DataLoader timed out after {self.timeout_seconds} seconds: no worker "
+                    "finished the next batch. Raise timeout, or look for what blocks in the "
+                    "dataset."
+                ) from None
+        if record is None:
+            self.progress.is_over = True
+            if self.is_last:
+                self.pipeline.close()
+            raise StopIteration
+        # An error is delivered too: whoever asks for the next batch gets the one after it.
+        if isinstance(self.progress, IterableProgress) and record.bookmark is not None:
+            self.progress.deliver_from(*record.bookmark)
+        else:
+            self.progress.deliver(record.number)
+        self.num_yielded += 1
+        if self.length is not None and self.num_yielded > self.length:
+            warnings.warn(
+                f"Length of IterableDataset {self.dataset} was reported to be {self.length} (when "
+                f"accessing len(dataloader)), but {self.num_yielded} samples have been fetched. "
+                "For multiprocessing data-loading, this could be caused by not properly "
+                "configuring the IterableDataset replica at each worker: each worker thread "
+                "iterates over its own copy. Choose its part by get_worker_info().",
+                stacklevel=3,
+            )
+        return record.take()

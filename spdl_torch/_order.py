@@ -1,0 +1,459 @@
+"""The order of an epoch's indices, and how it is found again."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from ._ranges import Ranges
+from ._sampler import GlobalSampler
+from ._saved import Saved, is_stateful, state_of
+
+__all__ = ["Foresight", "Order", "order_of", "restored_order"]
+
+
+class Foresight:
+    """What torch's generators are going to give, without drawing it from them."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Generator] = {}
+
+    def seed(self, generator: torch.Generator | None) -> int:
+        return _drawn_seed(self._copy_of(generator))
+
+    def state(self, generator: torch.Generator | None) -> torch.Tensor:
+        return self._copy_of(generator).get_state()
+
+    def _copy_of(self, generator: torch.Generator | None) -> torch.Generator:
+        generator = generator or torch.default_generator
+        if id(generator) not in self._copies:
+            self._copies[id(generator)] = generator.clone_state()
+        return self._copies[id(generator)]
+
+
+def _drawn_seed(generator: torch.Generator | None = None) -> int:
+    """A seed, as torch draws its own."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class Order:
+    """The indices of one epoch, as one sampler gives them."""
+
+    kind: str
+    """The sampler's name in a state."""
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        """The indices of the epoch but for those at the places that are done."""
+        raise NotImplementedError
+
+    def was_overruled(self) -> bool:
+        """Another epoch was chosen after this one had been restored."""
+        return False
+
+    def foresee(self, foresight: Foresight) -> None:
+        """Decide what has not been decided yet, as it will be if nobody else draws meanwhile."""
+
+    has_marks = False
+    """The sampler has a state, which is kept for every draw that may have to be gone back to."""
+
+    def make_mark(self) -> None:
+        """Ask the sampler, if it has a state, where it is now."""
+
+    def go_past(self, place: int) -> None:
+        """Nobody will have to go back to a place before this one."""
+
+    @property
+    def first_place(self) -> int:
+        """The place from which the order is described, and all others are counted."""
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        """What it takes to find the order again, from its first place on."""
+        raise NotImplementedError
+
+    def following(self) -> Order:
+        """The order of the epoch after this one, which has come to its end."""
+        raise NotImplementedError
+
+    def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
+        """The order that was described so, and what of it is done."""
+        raise NotImplementedError
+
+
+def order_of(sampler: Any) -> Order:
+    """The order in which a sampler is going to give its indices."""
+    # By exact type, or method: a subclass may do anything.
+    if isinstance(sampler, GlobalSampler) and type(sampler).__iter__ is GlobalSampler.__iter__:
+        return _GlobalOrder(sampler)
+    if type(sampler) is SequentialSampler:
+        return _Ascending(sampler)
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        return _Seeded(sampler)
+    return _Replayed(sampler)
+
+
+def restored_order(sampler: Any, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
+    """The order of a saved state, and what of it is done."""
+    order = order_of(sampler)
+    kind = saved.text("kind")
+    if kind != order.kind:
+        raise ValueError(
+            f"the state was saved with a sampler of the kind {kind}, but this DataLoader has a "
+            f"{order.kind}. Use the same kind of sampler to go on from it."
+        )
+    return order.restored(saved, done)
+
+
+def _left_of(indices: Iterator[Any], done: Ranges) -> Iterator[Any]:
+    """All but those at the places that are done."""
+    place = 0
+    for start, stop in done:
+        yield from islice(indices, start - place)
+        for _ in islice(indices, stop - start):
+            pass
+        place = stop
+    yield from indices
+
+
+class _GlobalOrder(Order):
+    """An order of ours: its seed and epoch are all there is to know."""
+
+    def __init__(
+        self, sampler: GlobalSampler, start: Ranges | None = None, epoch: int | None = None
+    ) -> None:
+        self.kind = type(sampler).__name__
+        self._sampler = sampler
+        self._start = start or Ranges()
+        """The positions that had been delivered, by all ranks, before they were dealt out anew."""
+        self._saved_epoch = epoch
+        self._epoch: int | None = None
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        self._epoch = self._sampler.begin_epoch()
+        return self._sampler.indices(self._epoch, self._start, done)
+
+    def was_overruled(self) -> bool:
+        return self._saved_epoch not in (None, self._sampler.next_epoch)
+
+    def describe(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {
+            "kind": self.kind,
+            "seed": sampler.seed,
+            "epoch": sampler.next_epoch if self._epoch is None else self._epoch,
+            "num_draws": sampler.num_draws,
+            "weights": _checksum(sampler),
+            "rank": sampler.rank,
+            "world_size": sampler.num_replicas,
+            "start": self._start.as_lists(),
+        }
+
+    def following(self) -> Order:
+        return _GlobalOrder(self._sampler)
+
+    def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
+        sampler = self._sampler
+        seed, epoch, start = saved.integer("seed"), saved.integer("epoch"), saved.ranges("start")
+        rank, world_size = saved.integer("rank"), saved.integer("world_size")
+        if saved.integer("num_draws") != sampler.num_draws:
+            raise ValueError(
+                f"the state was saved with an epoch of {saved.integer('num_draws')} indices, but "
+                f"the sampler now draws {sampler.num_draws}."
+            )
+        if saved.optional_integer("weights") != _checksum(sampler):
+            raise ValueError("the state was saved with other weights than the sampler has now.")
+        if sampler.num_replicas != world_size or (sampler.rank != rank and not done.is_prefix):
+            start, done = _dealt_out_anew(start, done, world_size, sampler.num_draws), Ranges()
+        sampler.seed = seed
+        sampler.set_epoch(epoch)
+        return _GlobalOrder(sampler, start, epoch), done
+
+
+def _dealt_out_anew(start: Ranges, done: Ranges, world_size: int, num_draws: int) -> Ranges:
+    """The positions that all ranks have gone through, one of which has done this."""
+    if world_size > 1 and not done.is_prefix:
+        raise ValueError(
+            f"the state was saved by one of {world_size} ranks with in_order=False, and does not "
+            "know which batches the other ranks had got out of turn. Give each rank back its own "
+            "state, or save with in_order=True to go on with another number of ranks."
+        )
+    num_positions = num_draws - start.count()
+    everything = start.copy()
+    for first, last in done:
+        for positions in start.missing_ranges(
+            first * world_size, min(last * world_size, num_positions)
+        ):
+            everything.add(*positions)
+    return everything
+
+
+def _checksum(sampler: GlobalSampler) -> int | None:
+    weights = getattr(sampler, "weights", None)
+    return None if weights is None else zlib.crc32(weights.tobytes())
+
+
+class _Ascending(Order):
+    """All indices from 0 up."""
+
+    kind = "SequentialSampler"
+
+    def __init__(self, sampler: SequentialSampler) -> None:
+        self._sampler = sampler
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        size = len(self._sampler.data_source)
+        return chain.from_iterable(range(start, stop) for start, stop in done.gaps(size))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def following(self) -> Order:
+        return _Ascending(self._sampler)
+
+    def restored(
+        self,
+        saved: Saved,  # noqa: ARG002 (there is nothing to know)
+        done: Ranges,
+    ) -> tuple[Order, Ranges]:
+        return self, done
+
+
+class _Seeded(Order):
+    """torch's random order of `shuffle=True`: it draws one seed, and the rest follows from that."""
+
+    kind = "RandomSampler"
+
+    def __init__(
+        self, sampler: RandomSampler, seed: int | None = None, *, is_drawn: bool = False
+    ) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._is_drawn = is_drawn
+        """The seed has left its generator; or else it was only foreseen."""
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        if not self._is_drawn:
+            # Drawn even if it was foreseen, so that what is drawn after it stays the same.
+            drawn = _drawn_seed()
+            self._seed = drawn if self._seed is None else self._seed
+            self._is_drawn = True
+        assert self._seed is not None
+        seeded = copy.copy(self._sampler)
+        seeded.generator = torch.Generator().manual_seed(self._seed)
+        return _left_of(iter(seeded), done)
+
+    def foresee(self, foresight: Foresight) -> None:
+        if self._seed is None:
+            self._seed = foresight.seed(None)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "seed": self._seed, "is_drawn": self._is_drawn}
+
+    def following(self) -> Order:
+        return _Seeded(self._sampler)
+
+    def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
+        seed, is_drawn = saved.integer("seed"), saved.flag("is_drawn")
+        return _Seeded(self._sampler, seed, is_drawn=is_drawn), done
+
+
+class _Replayed(Order):
+    """Any other sampler's order.
+
+    If the sampler, or its iterator, has a state, that is saved with every batch. If not, the order
+    is gone through again from its beginning, with its generator as it was then.
+    """
+
+    def __init__(self, sampler: Any, saved: Saved | None = None) -> None:
+        self.kind = type(sampler).__name__
+        self._sampler = sampler
+        self._saved = saved
+        self._generator_before: torch.Tensor | None = None
+        """The state of its generator before the first index, if it has drawn from it."""
+        self._iterator: Any = None
+        self._is_open = False
+        self._has_ended = False
+        self._num_taken = 0
+        self._marks: deque[tuple[int, dict[str, Any]]] = deque()
+        """The state of the sampler after so many indices, those that were skipped included."""
+        self._last_mark: dict[str, Any] | None = None
+        """Where the epoch before this one ended."""
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        saved, self._saved, self._is_open = self._saved, None, True
+        if saved is not None and "mark" in saved:
+            self._iterator = self._at_mark(saved.part("mark"), is_over=saved.flag("is_over"))
+        else:
+            self._iterator = self._from_beginning(saved)
+        indices = self._counted(self._iterator)
+        self.has_marks = is_stateful(self._sampler) or is_stateful(self._iterator)
+        if not self.has_marks:
+            self._iterator = None  # It may hold all indices, and belongs to who draws from it.
+        return _left_of(indices, done)
+
+    def _at_mark(self, mark: Saved, *, is_over: bool) -> Iterator[Any]:
+        if "sampler" in mark:
+            self._sampler.load_state_dict(mark.anything("sampler"))
+        if not is_over:
+            if mark.flag("has_ended"):
+                return iter(())
+            iterator: Any = iter(self._sampler)
+            if "iterator" in mark:
+                iterator.load_state_dict(mark.anything("iterator"))
+            return iter(iterator)
+        # The epoch after the mark. The sampler may be still at the end of the one before it, or
+        # have gone back to the beginning by itself. Once asked for an index, it is neither.
+        if "sampler" in mark and list(islice(self._sampler, 1)):
+            self._sampler.load_state_dict(mark.anything("sampler"))
+        return iter(self._sampler)
+
+    def _from_beginning(self, saved: Saved | None) -> Iterator[Any]:
+        generator = _generator_of(self._sampler)
+        put_back = None
+        if saved is not None and "generator" in saved:
+            now, then = generator.get_state(), _decoded(saved.text("generator"))
+            generator.set_state(then)
+            if generator is torch.default_generator and not torch.equal(now, then):
+                put_back = now  # It is the training loop's too.
+        before = generator.get_state()
+        iterator: Iterator[Any] = iter(self._sampler)
+        if not is_stateful(self._sampler) and not is_stateful(iterator):
+            # Most draw with the first index.
+            iterator = chain(list(islice(iterator, 1)), iterator)
+            if not torch.equal(before, generator.get_state()):
+                self._generator_before = before
+        if put_back is not None:
+            generator.set_state(put_back)
+        return iterator
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for index in iterator:
+            self._num_taken += 1
+            yield index
+        self._has_ended = True
+
+    def was_overruled(self) -> bool:
+        if self._saved is None or "epoch" not in self._saved:
+            return False
+        return self._saved.integer("epoch") != _epoch_of(self._sampler)
+
+    def foresee(self, foresight: Foresight) -> None:
+        if not self._is_open and self._saved is None and _may_draw(self._sampler):
+            self._generator_before = foresight.state(_generator_of(self._sampler))
+
+    def make_mark(self) -> None:
+        if not self.has_marks:
+            return
+        mark: dict[str, Any] = {"has_ended": self._has_ended}
+        if is_stateful(self._sampler):
+            mark["sampler"] = state_of(self._sampler)
+        if self._iterator is not self._sampler and is_stateful(self._iterator):
+            mark["iterator"] = state_of(self._iterator)
+        self._marks.append((self._num_taken, mark))
+
+    def go_past(self, place: int) -> None:
+        while len(self._marks) > 1 and self._marks[1][0] <= place:
+            self._marks.popleft()
+
+    @property
+    def first_place(self) -> int:
+        return self._marks[0][0] if self._marks else 0
+
+    def describe(self) -> dict[str, Any]:
+        if self._saved is not None:
+            return copy.deepcopy(self._saved.values)
+        if self._marks or self._last_mark is not None:
+            return {
+                "kind": self.kind,
+                "epoch": _epoch_of(self._sampler),
+                "mark": copy.deepcopy(self._marks[0][1] if self._marks else self._last_mark),
+                "is_over": not self._marks,
+            }
+        before = self._generator_before
+        return {
+            "kind": self.kind,
+            "epoch": _epoch_of(self._sampler),
+            "generator": None if before is None else _encoded(before),
+        }
+
+    def following(self) -> Order:
+        order = _Replayed(self._sampler)
+        if self._marks:
+            order._last_mark = self._marks[-1][1]
+        return order
+
+    def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
+        if "generator" in saved:
+            _decoded(saved.text("generator"))
+        if "mark" in saved:
+            saved.flag("is_over")
+            mark = saved.part("mark")
+            if "sampler" in mark and not is_stateful(self._sampler):
+                raise ValueError(
+                    f"the state has a state of the sampler, but a {self.kind} has no "
+                    "load_state_dict."
+                )
+        if "epoch" in saved:
+            _set_epoch(self._sampler, saved.integer("epoch"))
+        return _Replayed(self._sampler, saved), done
+
+
+# -- what samplers of others have -----------------------------------------------------------------
+
+
+def _layers(sampler: Any) -> Iterator[Any]:
+    """The sampler and those it wraps, as a batch sampler does."""
+    for _ in range(4):
+        if sampler is None:
+            return
+        yield sampler
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+
+
+def _generator_of(sampler: Any) -> torch.Generator:
+    for layer in _layers(sampler):
+        if isinstance(generator := getattr(layer, "generator", None), torch.Generator):
+            return generator
+    return torch.default_generator
+
+
+def _may_draw(sampler: Any) -> bool:
+    return all(
+        isinstance(layer, Sampler) and not isinstance(layer, DistributedSampler)
+        for layer in _layers(sampler)
+    )
+
+
+def _epoch_of(sampler: Any) -> int | None:
+    for layer in _layers(sampler):
+        if callable(getattr(layer, "set_epoch", None)):
+            return getattr(layer, "epoch", None)
+    return None
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    for layer in _layers(sampler):
+        if callable(getattr(layer, "set_epoch", None)):
+            layer.set_epoch(epoch)
+            return
+
+
+def _encoded(generator_state: torch.Tensor) -> str:
+    return base64.b64encode(zlib.compress(generator_state.numpy().tobytes())).decode()
+
+
+def _decoded(text: str) -> torch.Tensor:
+    try:
+        return torch.frombuffer(
+            bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8
+        )
+    except (ValueError, zlib.error):
+        raise ValueError("the state of the sampler's generator is damaged.") from None

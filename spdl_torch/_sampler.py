@@ -1,0 +1,350 @@
+"""Which indices, in which order, on which rank."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch.distributed
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
+
+from ._permutation import Positions, key_of, permutation, uniform
+from ._ranges import Ranges
+
+__all__ = ["DistributedDeterministicSampler", "DistributedRandomSampler", "GlobalSampler", "Tail"]
+
+Tail: TypeAlias = Literal["drop", "pad", "keep"]
+
+_FIRST_CHUNK: Final = 256
+"""The first batch should not wait for an order to be worked out far ahead."""
+_LARGEST_CHUNK: Final = 8192
+"""Indices worked out at once: enough to make what numpy costs a call of no account."""
+
+_NOTHING: Final = Ranges()
+
+
+class GlobalSampler(DistributedSampler[Any]):
+    """One order for all ranks, of which each takes every `world_size`-th index.
+
+    Because the order does not depend on the ranks, a prefix of it is all that any number of ranks
+    have gone through together, and what is left can be dealt out to any other number.
+    """
+
+    dataset: Any
+
+    def __init__(
+        self,
+        size: int | Sized,
+        *,
+        rank: int | None,
+        world_size: int | None,
+        num_draws: int | None,
+        seed: int,
+        tail: Tail,
+        shuffle: bool,
+    ) -> None:
+        size = _checked_size(size)
+        rank, world_size = _checked_ranks(rank, world_size)
+        if tail not in get_args(Tail):
+            raise ValueError(f'tail must be "drop", "pad" or "keep", got {tail!r}.')
+        super().__init__(
+            range(size),  # type: ignore[arg-type]
+            num_replicas=world_size,
+            rank=rank,
+            shuffle=shuffle,
+            seed=_checked_seed(seed),
+            drop_last=tail == "drop",
+        )
+        self.tail: Tail = tail
+        self.num_draws: int = size if num_draws is None else _checked_count("num_draws", num_draws)
+        self._epoch_has_begun = False
+        self.num_samples = self._num_samples_of(self.num_draws)
+        self.total_size = self.num_draws
+        if tail != "keep":
+            self.total_size = self.num_samples * world_size
+        if self.total_size == 0:
+            raise ValueError(
+                f'tail="drop" leaves nothing of {self.num_draws} indices on {world_size} ranks. '
+                'Use tail="pad" to repeat some of them, or tail="keep" to leave some ranks empty.'
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        # The epoch begins with the first index: it may be chosen after an iterator was made.
+        yield from self.indices(self.begin_epoch())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration. Without it, each takes the epoch after the last.
+
+        Args:
+            epoch: number of the epoch, the same on all ranks.
+
+        """
+        self.epoch = _checked_int("epoch", epoch, at_least=0)
+        self._epoch_has_begun = False
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that an iteration would have if it began now."""
+        return self.epoch + self._epoch_has_begun
+
+    def begin_epoch(self) -> int:
+        """Have an epoch to iterate over; the next call gives the one after it."""
+        self.epoch = self.next_epoch
+        self._epoch_has_begun = True
+        return self.epoch
+
+    def indices(
+        self, epoch: int, start: Ranges = _NOTHING, done: Ranges = _NOTHING
+    ) -> Iterator[int]:
+        """The indices that this rank has left of an epoch.
+
+        Args:
+            epoch: which order.
+            start: the positions of the order that are not dealt out, on any rank.
+            done: the places in this rank's share of the others that are left out.
+
+        """
+        num_positions = self.num_draws - start.count()
+        num_places = self._num_samples_of(num_positions)
+        num_left = num_places - done.count(below=num_places)
+        index_at = self._order(epoch)
+        first, chunk = 0, _FIRST_CHUNK
+        while first < num_left:
+            places = done.missing_at(np.arange(first, min(first + chunk, num_left)))
+            # Only where a tail is padded does a rank's share go beyond the end, and begins again.
+            dealt = (self.rank + self.num_replicas * places) % num_positions
+            yield from index_at(start.missing_at(dealt)).tolist()
+            first, chunk = first + chunk, min(2 * chunk, _LARGEST_CHUNK)
+
+    def _order(self, epoch: int) -> Callable[[Positions], Positions]:
+        """The index at each position of an epoch's order."""
+        raise NotImplementedError
+
+    def _num_samples_of(self, num_positions: int) -> int:
+        """How many of so many positions this rank takes."""
+        match self.tail:
+            case "drop":
+                return num_positions // self.num_replicas
+            case "pad":
+                return -(-num_positions // self.num_replicas)
+            case "keep":
+                return max(0, -(-(num_positions - self.rank) // self.num_replicas))
+
+
+class DistributedRandomSampler(GlobalSampler):
+    """A new random order in every epoch, dealt out to the ranks.
+
+    A `torch.utils.data.DistributedSampler` with all its attributes. The order depends on `seed` and
+    the epoch alone: no global generator has a part in it, and it is the same on all ranks before
+    each takes its own indices. It needs no memory to speak of, however large the dataset is.
+    Iterated again without `set_epoch`, it goes on with the next epoch.
+
+    With it, a `DataLoader` goes on from a saved state on any number of ranks.
+
+    Args:
+        size: number of samples, or the dataset.
+        rank: of this process. Default: from `torch.distributed` if it is initialised, else from the
+            environment variable ``RANK`` (set by torchrun), else 0.
+        world_size: number of ranks. Default: found like the rank, in ``WORLD_SIZE``; else 1.
+        num_draws: number of indices of an epoch, all ranks together. Default: `size`. More than
+            `size` goes through the dataset several times, each time in another order.
+        weights: draw with replacement, each index with a probability in proportion to its weight.
+        seed: same on all ranks; another seed, another order.
+        tail: what to do if the indices cannot be dealt out evenly. ``"drop"``: leave out the last;
+            ``"pad"``: repeat the first, as torch does; ``"keep"``: every index once, so that some
+            ranks have one more than the others.
+
+    """
+
+    def __init__(
+        self,
+        size: int | Sized,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_draws: int | None = None,
+        weights: Sequence[float] | NDArray[Any] | torch.Tensor | None = None,
+        seed: int = 0,
+        tail: Tail = "drop",
+    ) -> None:
+        super().__init__(
+            size,
+            rank=rank,
+            world_size=world_size,
+            num_draws=num_draws,
+            seed=seed,
+            tail=tail,
+            shuffle=True,
+        )
+        self.weights = None
+        if weights is not None:
+            self.weights = _checked_weights(weights, len(self.dataset))
+
+    def _order(self, epoch: int) -> Callable[[Positions], Positions]:
+        if self.weights is not None:
+            return self._weighted_order(self.weights, key_of(self.seed, epoch))
+        size = len(self.dataset)
+        if self.num_draws <= size:
+            return permutation(size, key_of(self.seed, epoch))
+        rounds: dict[int, Callable[[Positions], Positions]] = {}
+
+        def index_at(positions: Positions) -> Positions:
+            # Positions come in ascending order, but for those that pad a tail.
+            result = np.empty_like(positions)
+            for number in np.unique(positions // size).tolist():
+                if number not in rounds:
+                    rounds.clear()
+                    rounds[number] = permutation(size, key_of(self.seed, epoch, number))
+                here = positions // size == number
+                result[here] = rounds[number](positions[here] % size)
+            return result
+
+        return index_at
+
+    def _weighted_order(
+        self, weights: NDArray[np.float64], key: int
+    ) -> Callable[[Positions], Positions]:
+        sums = np.cumsum(weights)
+        # The last one that can be drawn, should a product below be rounded up to the whole sum.
+        last = int(np.flatnonzero(weights)[-1])
+
+        def index_at(positions: Positions) -> Positions:
+            # To the right of equal sums: an index without weight adds nothing, and is passed over.
+            drawn = np.searchsorted(sums, uniform(positions, key) * sums[-1], side="right")
+            drawn_indices: Positions = np.minimum(drawn, last)
+            return drawn_indices
+
+        return index_at
+
+
+class DistributedDeterministicSampler(GlobalSampler):
+    """All indices in ascending order, dealt out to the ranks: for evaluation.
+
+    Args:
+        size: number of samples, or the dataset.
+        rank: of this process; found as by `DistributedRandomSampler`.
+        world_size: number of ranks; found as by `DistributedRandomSampler`.
+        tail: what to do if the indices cannot be dealt out evenly. ``"pad"``: repeat the first, so
+            that all ranks have equally many; ``"keep"``: every index once, so that metrics are
+            exact, but some ranks have one more than the others; ``"drop"``: leave out the last.
+
+    """
+
+    def __init__(
+        self,
+        size: int | Sized,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: Tail = "pad",
+    ) -> None:
+        super().__init__(
+            size,
+            rank=rank,
+            world_size=world_size,
+            num_draws=None,
+            seed=0,
+            tail=tail,
+            shuffle=False,
+        )
+
+    def _order(
+        self,
+        epoch: int,  # noqa: ARG002 (all epochs are the same)
+    ) -> Callable[[Positions], Positions]:
+        return lambda positions: positions
+
+
+# -- what the arguments mean ----------------------------------------------------------------------
+
+
+def _checked_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found_rank, found_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        found_rank, found_size = _number_in("RANK", 0), _number_in("WORLD_SIZE", 1)
+    if world_size is not None and rank is None and found_rank >= world_size:
+        raise ValueError(
+            f"world_size is {world_size}, but this process has rank {found_rank}. Pass rank too, "
+            "or neither."
+        )
+    world_size = found_size if world_size is None else _checked_count("world_size", world_size)
+    rank = found_rank if rank is None else _checked_int("rank", rank, at_least=0)
+    if rank >= world_size:
+        raise ValueError(
+            f"rank must be below world_size, got rank {rank} of {world_size}. Ranks count from 0."
+        )
+    return rank, world_size
+
+
+def _number_in(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"the environment variable {variable} is {text!r}, which is no number from 0 up. Unset "
+            "it, or pass rank and world_size."
+        )
+    return number
+
+
+def _checked_size(size: Any) -> int:
+    if hasattr(size, "__len__"):
+        size = len(size)
+    number = _checked_int("size", size, at_least=0, hint="Pass a number, or the dataset.")
+    if number == 0:
+        raise ValueError("size must be at least 1: there is nothing to draw from an empty dataset.")
+    return number
+
+
+def _checked_seed(seed: Any) -> int:
+    number = _checked_int("seed", seed, at_least=0)
+    if number >= 1 << 64:
+        raise ValueError(f"seed must be below 2**64, got {number}.")
+    return number
+
+
+def _checked_count(name: str, value: Any) -> int:
+    return _checked_int(name, value, at_least=1, hint="Leave it out for the default.")
+
+
+def _checked_int(name: str, value: Any, *, at_least: int, hint: str = "") -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}. {hint}".rstrip()) from None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}. {hint}".rstrip())
+    if number < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {number}. {hint}".rstrip())
+    return number
+
+
+def _checked_weights(weights: Any, size: int) -> NDArray[np.float64]:
+    try:
+        checked = np.array(weights, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"weights must be numbers, one for each sample, got {weights!r}.") from None
+    if checked.shape != (size,):
+        raise ValueError(
+            f"weights must be one number for each of the {size} samples, "
+            f"got an array of shape {checked.shape}."
+        )
+    if not np.isfinite(checked).all() or (checked < 0).any():
+        wrong = int(np.flatnonzero(~np.isfinite(checked) | (checked < 0))[0])
+        raise ValueError(
+            f"weights must be finite and not negative, but that of sample {wrong} is "
+            f"{checked[wrong]}. Use 0 for a sample that is never to be drawn."
+        )
+    if not np.isfinite(checked.sum()) or checked.sum() == 0:
+        raise ValueError(f"weights must have a sum above 0, got {checked.sum()}.")
+    return checked

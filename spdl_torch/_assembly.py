@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe, TensorDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo
 from torch.utils.data.dataloader import (
@@ -29,16 +30,21 @@ from ._pipeline import (
     ExecutorStage,
     IterableStage,
     Pipeline,
+    Place,
     ThreadStage,
 )
-from ._progress import IterableProgress, Progress
-from ._randomness import seed_as_worker_process
+from ._progress import IterableProgress, MapProgress, Progress
+from ._randomness import RandomnessOfSamples, SampleGenerators, seed_as_worker_process
+from ._reader import SampleCount
 from ._worker_info import set_worker_info
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
 
 __all__ = ["Workshop", "assemble", "one_walk_at_a_time"]
+
+_LOAD, _PREPROCESS = 1, 0
+"""What a sample draws in one stage has nothing to do with what it draws in the other."""
 
 _MIN_IO_WORKERS = 8
 """I/O workers wait most of the time, so it takes more of them than there are CPU workers."""
@@ -104,7 +110,7 @@ class Workshop:
             progress=iterator._progress,
         )
 
-    def enter(self, worker_id: int) -> Any:
+    def enter(self, worker_id: int, generators: SampleGenerators | None = None) -> Any:
         """Make the calling thread a worker; gives its dataset."""
         # For this thread only. Without it every worker's resize and stack would call in the
         # intra-op threads of all cores, and they would fight.
@@ -120,6 +126,7 @@ class Workshop:
                 num_workers=self.num_workers,
                 seed=seed,
                 dataset=dataset,
+                rng=generators,  # type: ignore[arg-type]
                 worker_method="thread",
             )
         )
@@ -127,10 +134,44 @@ class Workshop:
             seed_as_worker_process(self.base_seed, worker_id)
             with one_walk_at_a_time(dataset):
                 of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
+        if generators is not None and type(dataset) is not TensorDataset:  # That draws nothing.
+            RandomnessOfSamples(generators).enter()
         return dataset
 
-    def load_worker(self, worker_id: int) -> tuple[Callable[[Any], Any] | None, None]:
-        return hooks_of(self.enter(worker_id), batched=self.batched).load, None
+    def _generators_at(self, place: Place, stage: int) -> SampleGenerators:
+        """Generators for the sample that a worker of a stage is at.
+
+        Its thread holds on to them, so they must not hold anything of the user's.
+        """
+        workshop = weakref.ref(self)
+
+        def where() -> tuple[Any, ...]:
+            assert place.record is not None, "a worker draws between two batches"
+            return place.record.signal, place.record.number, place.slot
+
+        def key() -> tuple[int, ...]:
+            owner = workshop()
+            assert owner is not None
+            assert isinstance(owner.progress, MapProgress)
+            assert place.record is not None
+            return owner.progress.sample_key(place.record, place.slot, stage)
+
+        return SampleGenerators(where, key)
+
+    def _generators_of_count(self, count: SampleCount, worker_id: int) -> SampleGenerators:
+        """The same for a worker with a dataset of its own, which counts its samples."""
+        workshop = weakref.ref(self)
+
+        def key() -> tuple[int, ...]:
+            owner = workshop()
+            assert owner is not None
+            return owner._iterable_progress.sample_key(worker_id, count.number)
+
+        return SampleGenerators(lambda: (count.epoch, count.number), key)
+
+    def load_worker(self, worker_id: int, place: Place) -> tuple[Callable[[Any], Any] | None, None]:
+        dataset = self.enter(worker_id, self._generators_at(place, _LOAD))
+        return hooks_of(dataset, batched=self.batched).load, None
 
     def async_load_worker(self, worker_id: int) -> Callable[[Any], Any]:
         load = hooks_of(self.enter(worker_id), batched=self.batched).load
@@ -138,9 +179,9 @@ class Workshop:
         return load
 
     def preprocess_worker(
-        self, worker_id: int
+        self, worker_id: int, place: Place
     ) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-        dataset = self.enter(worker_id)
+        dataset = self.enter(worker_id, self._generators_at(place, _PREPROCESS))
         collate = self._collate_of(dataset)
         if not self.batched:
             collate = partial(_of_only_sample, collate)
@@ -149,10 +190,13 @@ class Workshop:
     def iterable_worker(
         self, worker_id: int
     ) -> tuple[Callable[[], Callable[[Any], Any]], Callable[[Any], Any]]:
-        dataset = self.enter(worker_id)
-        return partial(self._open_iterable, dataset, worker_id), self._collate_of(dataset)
+        count = SampleCount()
+        dataset = self.enter(worker_id, self._generators_of_count(count, worker_id))
+        return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
-    def _open_iterable(self, dataset: Any, worker_id: int) -> Callable[[Any], tuple[Any, Any]]:
+    def _open_iterable(
+        self, dataset: Any, worker_id: int, count: SampleCount
+    ) -> Callable[[Any], tuple[Any, Any]]:
         if isinstance(dataset, IterDataPipe):
             assert self.shared_seed is not None
             with _datapipe_graphs:
@@ -160,7 +204,9 @@ class Workshop:
                     dataset, torch.Generator().manual_seed(self.shared_seed)
                 )
         progress = self._iterable_progress
-        reader = progress.open(dataset, worker_id, batched=self.batched, drop_last=self.drop_last)
+        reader = progress.open(
+            dataset, worker_id, batched=self.batched, drop_last=self.drop_last, count=count
+        )
 
         def draw(drawn: Any) -> tuple[Any, Any]:
             try:

@@ -204,8 +204,10 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         return iterator
 
     def _begin_progress(self) -> Progress:
-        self._progress = self._next_progress or progress_of(self)
-        self._next_progress = None
+        progress, self._next_progress = self._next_progress, None
+        if progress is None and self._progress is not None and self._iterator is not None:
+            progress = self._progress.following(self)  # In workers that live on.
+        self._progress = progress or progress_of(self)
         self._progress.begin(self.dataset)
         return self._progress
 

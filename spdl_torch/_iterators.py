@@ -26,6 +26,7 @@ from ._assembly import Workshop, assemble, one_walk_at_a_time
 from ._pipeline import NotInTime, Pipeline
 from ._progress import IterableProgress, Progress
 from ._randomness import generators_kept
+from ._reader import SampleCount
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
@@ -105,7 +106,11 @@ class CallerIterator(_Iterator):
         if isinstance(progress, IterableProgress):
             progress.warn_of_skipping()
             self._reader = progress.open(
-                self._dataset, 0, batched=self._auto_collation, drop_last=self._drop_last
+                self._dataset,
+                0,
+                batched=self._auto_collation,
+                drop_last=self._drop_last,
+                count=SampleCount(),
             )
             progress.hold(self._reader)
         else:

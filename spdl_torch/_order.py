@@ -75,6 +75,10 @@ class Order:
         """The place from which the order is described, and all others are counted."""
         return 0
 
+    def global_place(self, place: int) -> int:
+        """The place in the order of all ranks together."""
+        return place
+
     def describe(self) -> dict[str, Any]:
         """What it takes to find the order again, from its first place on."""
         raise NotImplementedError
@@ -139,6 +143,9 @@ class _GlobalOrder(Order):
     def open(self, done: Ranges) -> Iterator[Any]:
         self._epoch = self._sampler.begin_epoch()
         return self._sampler.indices(self._epoch, self._start, done)
+
+    def global_place(self, place: int) -> int:
+        return int(self._sampler.position_of(place, self._start))
 
     def was_overruled(self) -> bool:
         return self._saved_epoch not in (None, self._sampler.next_epoch)

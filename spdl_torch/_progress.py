@@ -12,11 +12,12 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from ._order import Foresight, Order, order_of, restored_order
 from ._ranges import Ranges
-from ._reader import Reader
+from ._reader import Reader, SampleCount
 from ._saved import Saved, is_stateful, state_of
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
+    from ._pipeline import Record
 
 __all__ = ["IterableProgress", "MapProgress", "Progress", "progress_of", "restored_progress"]
 
@@ -37,9 +38,12 @@ class Progress:
         base_seed: int | None = None,
         dataset_state: Any = None,
         *,
+        epoch: int = 0,
         had_begun: bool = False,
     ) -> None:
         self._base_seed = base_seed
+        self._epoch = epoch
+        """How many epochs there were before with the same seed, in workers that live on."""
         self._dataset_state = dataset_state
         self._had_begun = had_begun
         """An iterator had been made for it before it was saved."""
@@ -93,9 +97,11 @@ class Progress:
         """The epoch after this one, in the same loader."""
         raise NotImplementedError
 
-    def _is_persistent(self, loader: DataLoader[Any]) -> bool:
-        # Workers that live on keep their seed and their datasets.
-        return loader._iterator is not None
+    def _seed_and_epoch(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        # Workers that live on keep their seed.
+        if loader._iterator is None:
+            return {}
+        return {"base_seed": self._base_seed, "epoch": self._epoch + 1}
 
 
 def progress_of(loader: DataLoader[Any]) -> Progress:
@@ -169,11 +175,16 @@ class MapProgress(Progress):
         order: Order,
         done: Ranges | None = None,
         *,
+        offset: int = 0,
         base_seed: int | None = None,
+        epoch: int = 0,
         dataset_state: Any = None,
         had_begun: bool = False,
     ) -> None:
-        super().__init__(base_seed, dataset_state, had_begun=had_begun)
+        super().__init__(base_seed, dataset_state, epoch=epoch, had_begun=had_begun)
+        self._offset = offset
+        """How many indices of the epoch came before those of the order, as a sampler that has a
+        state gives it."""
         self._draw = draw
         self._order = order
         self._done = done or Ranges()
@@ -220,6 +231,23 @@ class MapProgress(Progress):
                 done.add(*places)
         return done
 
+    def sample_key(self, record: Record, slot: int, stage: int) -> tuple[int, ...]:
+        """What the random numbers of a sample depend on: all but who loads it, and with whom.
+
+        The index alone will not do, for a sampler may draw it twice in an epoch.
+        """
+        if self._draw.unit == "sample" and slot >= 0:
+            number, slot = record.number * self._draw.num_units + slot, 0
+            index = record.indices[number % self._draw.num_units]
+        else:
+            number = record.number * self._draw.num_units
+            index = record.indices[slot] if slot >= 0 else None
+        place = self._order.global_place(self._done.missing_at(number)) + self._offset
+        if not isinstance(index, int):
+            index = -1
+        assert self._base_seed is not None
+        return self._base_seed, self._epoch, place, slot, index, stage
+
     def _foresee(self, foresight: Foresight) -> None:
         self._order.foresee(foresight)
 
@@ -236,7 +264,9 @@ class MapProgress(Progress):
             "length": _length_of(loader.dataset),
             "has_begun": self._had_begun or self.has_begun,
             "base_seed": self._base_seed,
+            "epoch": self._epoch,
             "unit": self._draw.unit,
+            "offset": self._offset + first,
             "sampler": self._order.describe(),
             "done": done.as_lists(),
         }
@@ -251,7 +281,7 @@ class MapProgress(Progress):
         return MapProgress(
             draw,
             self._order.following(),
-            base_seed=self._base_seed if self._is_persistent(loader) else None,
+            **self._seed_and_epoch(loader),
         )
 
     @classmethod
@@ -276,13 +306,16 @@ class MapProgress(Progress):
                 )
             dataset_state = saved.anything("dataset_state")
         base_seed, has_begun = saved.integer("base_seed"), saved.flag("has_begun")
+        epoch, offset = saved.integer("epoch"), saved.integer("offset")
         # Last, because it sets the sampler's epoch.
         order, done = restored_order(draw.sampler, saved.part("sampler"), saved.ranges("done"))
         return cls(
             draw,
             order,
             done,
+            offset=offset,
             base_seed=base_seed,
+            epoch=epoch,
             dataset_state=dataset_state,
             had_begun=has_begun,
         )
@@ -312,9 +345,10 @@ class IterableProgress(Progress):
         is_after_end: bool = False,
         is_restored: bool = False,
         base_seed: int | None = None,
+        epoch: int = 0,
         shared_seed: int | None = None,
     ) -> None:
-        super().__init__(base_seed)
+        super().__init__(base_seed, epoch=epoch)
         self._is_restored = is_restored
         """The datasets are to be taken to the bookmarks; or else they are there already."""
         self._num_workers = num_workers
@@ -339,13 +373,27 @@ class IterableProgress(Progress):
             self._shared_seed = drawn
         return self._shared_seed
 
-    def open(self, dataset: Any, worker_id: int, *, batched: bool, drop_last: bool) -> Reader:
+    def sample_key(self, worker_id: int, number: int) -> tuple[int, ...]:
+        """What the random numbers of a worker's sample depend on."""
+        assert self._base_seed is not None
+        return self._base_seed, self._epoch, worker_id, number
+
+    def open(
+        self,
+        dataset: Any,
+        worker_id: int,
+        *,
+        batched: bool,
+        drop_last: bool,
+        count: SampleCount,
+    ) -> Reader:
         """A reader for one worker, which goes on where that worker was."""
         bookmark = self._bookmarks.get(worker_id) if self._is_restored else None
         return Reader(
             dataset,
             batched=batched,
             drop_last=drop_last,
+            count=count,
             saved=None if bookmark is None else Saved(bookmark, "the worker's state"),
             is_over=self._is_after_end,
         )
@@ -396,6 +444,7 @@ class IterableProgress(Progress):
             "num_workers": self._num_workers,
             "worker_method": loader.worker_method,
             "base_seed": self._base_seed,
+            "epoch": self._epoch,
             "shared_seed": self._shared_seed,
             "num_batches": self.num_batches,
             "next_worker": self.next_worker,
@@ -410,14 +459,14 @@ class IterableProgress(Progress):
         bookmarks = {}
         if self._num_workers == 0 and self._reader is not None:
             bookmarks = {0: self._reader.bookmark()}
-        elif self._is_persistent(loader):
+        elif loader._iterator is not None:  # Workers that live on keep their datasets.
             bookmarks = self._final_bookmarks
         return IterableProgress(
             self._num_workers,
             loader._index_sampler,
             bookmarks,
             is_after_end=True,
-            base_seed=self._base_seed if self._is_persistent(loader) else None,
+            **self._seed_and_epoch(loader),
         )
 
     @classmethod
@@ -449,6 +498,7 @@ class IterableProgress(Progress):
             is_after_end=saved.flag("is_after_end"),
             is_restored=True,
             base_seed=saved.integer("base_seed"),
+            epoch=saved.integer("epoch"),
             shared_seed=saved.optional_integer("shared_seed")
             if isinstance(loader.dataset, IterDataPipe)
             else None,

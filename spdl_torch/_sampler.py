@@ -108,17 +108,20 @@ class GlobalSampler(DistributedSampler[Any]):
             done: the places in this rank's share of the others that are left out.
 
         """
-        num_positions = self.num_draws - start.count()
-        num_places = self._num_samples_of(num_positions)
+        num_places = self._num_samples_of(self.num_draws - start.count())
         num_left = num_places - done.count(below=num_places)
         index_at = self._order(epoch)
         first, chunk = 0, _FIRST_CHUNK
         while first < num_left:
             places = done.missing_at(np.arange(first, min(first + chunk, num_left)))
-            # Only where a tail is padded does a rank's share go beyond the end, and begins again.
-            dealt = (self.rank + self.num_replicas * places) % num_positions
-            yield from index_at(start.missing_at(dealt)).tolist()
+            yield from index_at(self.position_of(places, start)).tolist()
             first, chunk = first + chunk, min(2 * chunk, _LARGEST_CHUNK)
+
+    def position_of(self, places: Any, start: Ranges) -> Any:
+        """The positions in the order of all ranks that these places in this rank's share have."""
+        dealt = self.rank + self.num_replicas * places
+        # Only where a tail is padded does a rank's share go beyond the end, and begins again.
+        return start.missing_at(dealt % (self.num_draws - start.count()))
 
     def _order(self, epoch: int) -> Callable[[Positions], Positions]:
         """The index at each position of an epoch's order."""

@@ -14,7 +14,7 @@ from .datasets import PATIENCE_SECONDS
 
 def fused(operation, collate=list, width=2):
     return ThreadStage(
-        "preprocess", range(width), lambda worker_id: (operation, collate), is_first=True
+        "preprocess", range(width), lambda worker_id, place: (operation, collate), is_first=True
     )
 
 
@@ -132,7 +132,7 @@ def test_a_worker_that_does_not_come_back_is_left_behind_with_a_warning():
 
 @pytest.mark.parametrize("num_started", [0, 1])
 def test_closing_while_workers_are_being_set_up_ends_them(num_started):
-    def set_up(worker_id):
+    def set_up(worker_id, place):
         if worker_id == num_started:
             in_set_up.set()
             assert may_go_on.wait(PATIENCE_SECONDS)
@@ -168,13 +168,13 @@ def test_two_stages_hand_over_every_sample_once():
     preprocess = ThreadStage(
         "preprocess",
         range(3),
-        lambda worker_id: (lambda raw: preprocessed.append(raw) or -raw, list),
+        lambda worker_id, place: (lambda raw: preprocessed.append(raw) or -raw, list),
         is_first=False,
     )
     load = ThreadStage(
         "load",
         range(3, 8),
-        lambda worker_id: (lambda index: loaded.append(index) or index, None),
+        lambda worker_id, place: (lambda index: loaded.append(index) or index, None),
         is_first=True,
         next_stage=preprocess,
         collate_stage=preprocess,
@@ -191,12 +191,12 @@ def test_two_stages_hand_over_every_sample_once():
 
 def staged(load, preprocess, num_load_workers=4):
     preprocess_stage = ThreadStage(
-        "preprocess", range(2), lambda worker_id: (preprocess, list), is_first=False
+        "preprocess", range(2), lambda worker_id, place: (preprocess, list), is_first=False
     )
     load_stage = ThreadStage(
         "load",
         range(2, 2 + num_load_workers),
-        lambda worker_id: (load, None),
+        lambda worker_id, place: (load, None),
         is_first=True,
         next_stage=preprocess_stage,
         collate_stage=preprocess_stage,

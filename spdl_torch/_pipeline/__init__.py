@@ -22,7 +22,7 @@ from ._executor_stage import ExecutorStage
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
 from ._record import Record
-from ._stages import ThreadStage
+from ._stages import Place, ThreadStage
 from ._window import NotInTime
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "IterableStage",
     "NotInTime",
     "Pipeline",
+    "Place",
     "Record",
     "ThreadStage",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "CollateStage",
     "GroupSize",
     "Operation",
+    "Place",
     "SampleStage",
     "ThreadStage",
     "check_count",
@@ -48,6 +49,24 @@ class CollateStage(Protocol):
 
     def collate(self, record: Record) -> None:
         """Make the batch of a record whose slots are all settled."""
+
+
+class Place:
+    """Where a worker is: at which slot of which record."""
+
+    __slots__ = ("record", "slot")
+
+    WHOLE: Final = -1
+    """Instead of a slot: at all samples of a batch at once."""
+    COLLATE: Final = -2
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self.slot = 0
+
+
+Tools = tuple[Operation | None, Operation | None, Place]
+"""What a worker has: its operation on a sample, its collate function, and where it is."""
 
 
 class GroupSize:
@@ -112,14 +131,15 @@ class ThreadStage:
     """A stage whose workers are threads.
 
     `set_up` runs in each worker's thread and gives the worker its operation on a sample (None if
-    samples only pass through) and, in the last stage, its collate function.
+    samples only pass through) and, in the last stage, its collate function. The place that it is
+    given always tells which sample the worker is at.
     """
 
     def __init__(
         self,
         name: str,
         worker_ids: Sequence[int],
-        set_up: Callable[[int], tuple[Operation | None, Operation | None]],
+        set_up: Callable[[int, Place], tuple[Operation | None, Operation | None]],
         *,
         is_first: bool,
         takes_whole_batch: bool = False,
@@ -134,7 +154,7 @@ class ThreadStage:
         self._collate_stage = collate_stage
         """None: this stage itself. (A stage that refers to itself would outlive its iterator.)"""
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
-        self.tools: dict[int, tuple[Operation | None, Operation | None]] = {}
+        self.tools: dict[int, Tools] = {}
         self._workers = self.takers = Workers(name, worker_ids, self)
         self.workers = [self._workers]
 
@@ -195,14 +215,15 @@ class ThreadStage:
 
     # -- what a worker does ------------------------------------------------------------------
 
-    def set_up_worker(self, worker_id: int) -> tuple[Operation | None, Operation | None]:
-        return self._set_up(worker_id)
+    def set_up_worker(self, worker_id: int) -> Tools:
+        place = Place()
+        return *self._set_up(worker_id, place), place
 
     def dismiss_worker(self, worker_id: int) -> None:
         self.tools.pop(worker_id, None)
 
-    def work(self, task: list[_Job], tools: tuple[Operation | None, Operation | None]) -> None:
-        operation, collate = tools
+    def work(self, task: list[_Job], tools: Tools) -> None:
+        place = tools[-1]
         started = time.perf_counter()
         num_samples = 0
         for job in task:
@@ -210,12 +231,15 @@ class ThreadStage:
             if signal.is_closed:
                 continue
             try:
-                num_samples += self._do(job, operation, collate)
+                place.record = job.record
+                num_samples += self._do(job, tools)
             except BaseException as error:
                 # Not the user's code but ours, or something that interrupts any code. The consumer
                 # must not wait for ever.
                 job.record.fail(0, without_our_frame(error))
                 job.record.finish()
+            finally:
+                place.record = None  # A worker that waits must not keep a batch in memory.
             # Woken too early, the consumer would fight for the GIL with the worker that makes the
             # next batch.
             if not signal.consumer_is_patient:
@@ -223,28 +247,33 @@ class ThreadStage:
         self._group_size.observe(num_samples, time.perf_counter() - started)
         task[-1].record.signal.set()
 
-    def _do(self, job: _Job, operation: Operation | None, collate: Operation | None) -> int:
+    def _do(self, job: _Job, tools: Tools) -> int:
         """Claim samples until there are none left; gives how many this worker got."""
         record = job.record
+        operation, collate, place = tools
         num_done = 0
         if job.num_samples > 0:
             assert operation is not None, "samples were handed to a stage that only collates"
             if self._takes_whole_batch:
+                place.slot = Place.WHOLE
                 num_done, num_settled = self._fill_whole(job, operation)
             elif self._next_stage is None:
-                num_done, num_settled = self._fill(job, operation)
+                num_done, num_settled = self._fill(job, operation, place)
             else:
-                num_done, num_settled = self._fill_and_pass_on(job, operation, self._next_stage)
+                num_done, num_settled = self._fill_and_pass_on(
+                    job, operation, place, self._next_stage
+                )
             if num_settled == 0 or not record.settle(num_settled):
                 return num_done
             if self._collate_stage is not None:
                 self._collate_stage.collate(record)
                 return num_done
         assert collate is not None, "a batch was handed to a stage that does not collate"
+        place.slot = Place.COLLATE
         self._make_batch(record, collate)
         return num_done
 
-    def _fill(self, job: _Job, operation: Operation) -> tuple[int, int]:
+    def _fill(self, job: _Job, operation: Operation, place: Place) -> tuple[int, int]:
         record = job.record
         signal = record.signal
         slots = record.slots
@@ -252,6 +281,7 @@ class ThreadStage:
         num_done = slot = 0
         try:
             for slot in job.unclaimed:
+                place.slot = slot
                 slots[slot] = operation(inputs[slot])
                 num_done += 1
                 if signal.is_closed:
@@ -264,7 +294,7 @@ class ThreadStage:
         return num_done, num_done
 
     def _fill_and_pass_on(
-        self, job: _Job, operation: Operation, next_stage: SampleStage
+        self, job: _Job, operation: Operation, place: Place, next_stage: SampleStage
     ) -> tuple[int, int]:
         record = job.record
         signal = record.signal
@@ -275,6 +305,7 @@ class ThreadStage:
         passed_on = time.perf_counter()
         try:
             for slot in job.unclaimed:
+                place.slot = slot
                 slots[slot] = operation(inputs[slot])
                 num_done += 1
                 done.append(slot)

@@ -205,8 +205,10 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
     def _begin_progress(self) -> Progress:
         progress, self._next_progress = self._next_progress, None
-        if progress is None and self._progress is not None and self._iterator is not None:
-            progress = self._progress.following(self)  # In workers that live on.
+        before = self._progress
+        # Workers that live on, and a sampler with a state, are where the last epoch left them.
+        if progress is None and before is not None and (before.is_over or self._iterator):
+            progress = before.following(self)
         self._progress = progress or progress_of(self)
         self._progress.begin(self.dataset)
         return self._progress
@@ -302,10 +304,15 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads do not travel; the copy starts its own.
-        return self.__dict__ | {"_iterator": None, "_iterators": None, "_progress": None}
+        state = self.__dict__ | {"_iterator": None, "_iterators": None, "_progress": None}
+        if self._next_progress is not None:
+            state["_next_progress"] = self.state_dict()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_iterators": weakref.WeakSet()})
+        self.__dict__.update(state | {"_iterators": weakref.WeakSet(), "_next_progress": None})
+        if state["_next_progress"] is not None:
+            self._next_progress = restored_progress(self, state["_next_progress"])
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -204,8 +204,9 @@ class ThreadIterator(_Iterator):
         self._progress = progress
         with one_walk_at_a_time(loader.dataset):
             super().__init__(loader)
+            # Before it is copied for the workers.
+            progress.restore_dataset(self._dataset, has_begun=True)
             self._workshop = Workshop.of(self, loader)
-        progress.restore_dataset(self._dataset, has_begun=True)
         if isinstance(progress, IterableProgress):
             progress.warn_of_skipping()
         self._pipeline = assemble(loader, self._workshop, self._dataset_kind)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ._ranges import Ranges
 from ._sampler import GlobalSampler
@@ -79,6 +81,11 @@ class Order:
         """The place in the order of all ranks together."""
         return place
 
+    @property
+    def is_partial(self) -> bool:
+        """Something of the epoch is left out of the order, because it was done before."""
+        return False
+
     def describe(self) -> dict[str, Any]:
         """What it takes to find the order again, from its first place on."""
         raise NotImplementedError
@@ -144,11 +151,16 @@ class _GlobalOrder(Order):
         self._epoch = self._sampler.begin_epoch()
         return self._sampler.indices(self._epoch, self._start, done)
 
+    @property
+    def is_partial(self) -> bool:
+        return bool(self._start)
+
     def global_place(self, place: int) -> int:
         return int(self._sampler.position_of(place, self._start))
 
     def was_overruled(self) -> bool:
-        return self._saved_epoch not in (None, self._sampler.next_epoch)
+        is_open = self._epoch is not None
+        return not is_open and self._saved_epoch not in (None, self._sampler.next_epoch)
 
     def describe(self) -> dict[str, Any]:
         sampler = self._sampler
@@ -272,6 +284,17 @@ class _Seeded(Order):
         return _Seeded(self._sampler, seed, is_drawn=is_drawn), done
 
 
+@dataclass
+class _Mark:
+    """Where a sampler with a state says it is."""
+
+    place: int
+    """How many indices were taken from it, those that were skipped included."""
+    state: dict[str, Any]
+    is_over: bool = False
+    """The state is that of an epoch's end, and stands for the beginning of the one after it."""
+
+
 class _Replayed(Order):
     """Any other sampler's order.
 
@@ -283,63 +306,64 @@ class _Replayed(Order):
         self.kind = type(sampler).__name__
         self._sampler = sampler
         self._saved = saved
+        """What it was restored from, until it is opened."""
+        self._epoch: int | None = None
         self._generator_before: torch.Tensor | None = None
-        """The state of its generator before the first index, if it has drawn from it."""
-        self._iterator: Any = None
+        """The state of its generator before the first index, if it draws from it."""
+        self._marks: deque[_Mark] = deque()
+        """All that may have to be gone back to."""
+        if saved is not None:
+            if "generator" in saved:
+                self._generator_before = _decoded(saved.text("generator"))
+            if "mark" in saved:
+                saved.part("mark").flag("has_ended")
+                state, is_over = saved.part("mark").values, saved.flag("is_over")
+                self._marks.append(_Mark(0, state, is_over))
         self._is_open = False
-        self._has_ended = False
+        self._iterator: Any = None
         self._num_taken = 0
-        self._marks: deque[tuple[int, dict[str, Any]]] = deque()
-        """The state of the sampler after so many indices, those that were skipped included."""
-        self._last_mark: dict[str, Any] | None = None
-        """Where the epoch before this one ended."""
+        self._has_ended = False
 
     def open(self, done: Ranges) -> Iterator[Any]:
         saved, self._saved, self._is_open = self._saved, None, True
-        if saved is not None and "mark" in saved:
-            self._iterator = self._at_mark(saved.part("mark"), is_over=saved.flag("is_over"))
-        else:
-            self._iterator = self._from_beginning(saved)
-        indices = self._counted(self._iterator)
-        self.has_marks = is_stateful(self._sampler) or is_stateful(self._iterator)
-        if not self.has_marks:
-            self._iterator = None  # It may hold all indices, and belongs to who draws from it.
-        return _left_of(indices, done)
+        self._epoch = _epoch_of(self._sampler)
+        generator, before = _generator_of(self._sampler), self._generator_before
+        self._generator_before = None
+        if is_stateful(self._sampler) and not self._marks:
+            # Before it is asked for an iterator: some say after that still where they were.
+            self._marks.append(_Mark(0, self._state()))
+        with _generator_as_it_was(generator, before):
+            before = generator.get_state()
+            if saved is not None and "mark" in saved:
+                iterator = self._at_mark(saved.part("mark"), is_over=saved.flag("is_over"))
+            else:
+                iterator = iter(self._sampler)
+            self.has_marks = is_stateful(self._sampler) or is_stateful(iterator)
+            if self.has_marks:
+                # Untouched: its state must not be one index ahead.
+                self._iterator = iterator
+                if not self._marks:
+                    self.make_mark()
+            else:
+                # Most draw with the first index.
+                iterator = chain(list(islice(iterator, 1)), iterator)
+            if not torch.equal(before, generator.get_state()):
+                self._generator_before = before
+        return _left_of(self._counted(iterator), done)
 
     def _at_mark(self, mark: Saved, *, is_over: bool) -> Iterator[Any]:
         if "sampler" in mark:
             self._sampler.load_state_dict(mark.anything("sampler"))
-        if not is_over:
-            if mark.flag("has_ended"):
-                return iter(())
+        if not is_over and not mark.flag("has_ended"):
             iterator: Any = iter(self._sampler)
             if "iterator" in mark:
                 iterator.load_state_dict(mark.anything("iterator"))
             return iter(iterator)
-        # The epoch after the mark. The sampler may be still at the end of the one before it, or
-        # have gone back to the beginning by itself. Once asked for an index, it is neither.
+        # The sampler may be still at the end of its epoch, or have gone back to the beginning by
+        # itself. Asked for an index, one at the end goes back too; the other must not have been.
         if "sampler" in mark and list(islice(self._sampler, 1)):
             self._sampler.load_state_dict(mark.anything("sampler"))
-        return iter(self._sampler)
-
-    def _from_beginning(self, saved: Saved | None) -> Iterator[Any]:
-        generator = _generator_of(self._sampler)
-        put_back = None
-        if saved is not None and "generator" in saved:
-            now, then = generator.get_state(), _decoded(saved.text("generator"))
-            generator.set_state(then)
-            if generator is torch.default_generator and not torch.equal(now, then):
-                put_back = now  # It is the training loop's too.
-        before = generator.get_state()
-        iterator: Iterator[Any] = iter(self._sampler)
-        if not is_stateful(self._sampler) and not is_stateful(iterator):
-            # Most draw with the first index.
-            iterator = chain(list(islice(iterator, 1)), iterator)
-            if not torch.equal(before, generator.get_state()):
-                self._generator_before = before
-        if put_back is not None:
-            generator.set_state(put_back)
-        return iterator
+        return iter(self._sampler) if is_over else iter(())
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for index in iterator:
@@ -353,76 +377,93 @@ class _Replayed(Order):
         return self._saved.integer("epoch") != _epoch_of(self._sampler)
 
     def foresee(self, foresight: Foresight) -> None:
-        if not self._is_open and self._saved is None and _may_draw(self._sampler):
+        is_undecided = not self._is_open and self._saved is None and self._generator_before is None
+        if is_undecided and _may_draw(self._sampler):
             self._generator_before = foresight.state(_generator_of(self._sampler))
 
     def make_mark(self) -> None:
-        if not self.has_marks:
-            return
-        mark: dict[str, Any] = {"has_ended": self._has_ended}
+        if self.has_marks:
+            self._marks.append(_Mark(self._num_taken, self._state()))
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"has_ended": self._has_ended}
         if is_stateful(self._sampler):
-            mark["sampler"] = state_of(self._sampler)
+            state["sampler"] = state_of(self._sampler)
         if self._iterator is not self._sampler and is_stateful(self._iterator):
-            mark["iterator"] = state_of(self._iterator)
-        self._marks.append((self._num_taken, mark))
+            state["iterator"] = state_of(self._iterator)
+        return state
 
     def go_past(self, place: int) -> None:
-        while len(self._marks) > 1 and self._marks[1][0] <= place:
+        while len(self._marks) > 1 and self._marks[1].place <= place:
             self._marks.popleft()
 
     @property
     def first_place(self) -> int:
-        return self._marks[0][0] if self._marks else 0
+        return self._marks[0].place if self._marks else 0
 
     def describe(self) -> dict[str, Any]:
         if self._saved is not None:
             return copy.deepcopy(self._saved.values)
-        if self._marks or self._last_mark is not None:
-            return {
-                "kind": self.kind,
-                "epoch": _epoch_of(self._sampler),
-                "mark": copy.deepcopy(self._marks[0][1] if self._marks else self._last_mark),
-                "is_over": not self._marks,
-            }
-        before = self._generator_before
+        mark = None
+        if self._marks:
+            mark = self._marks[0]
+        elif is_stateful(self._sampler):
+            mark = _Mark(0, self._state())
+        # Once an index was taken, the state says all.
+        before = self._generator_before if self.first_place == 0 else None
         return {
             "kind": self.kind,
-            "epoch": _epoch_of(self._sampler),
+            "epoch": self._epoch if self._is_open else _epoch_of(self._sampler),
             "generator": None if before is None else _encoded(before),
+            "mark": None if mark is None else copy.deepcopy(mark.state),
+            "is_over": mark is not None and mark.is_over,
         }
 
     def following(self) -> Order:
         order = _Replayed(self._sampler)
-        if self._marks:
-            order._last_mark = self._marks[-1][1]
+        if self._marks and is_stateful(self._sampler):
+            order._marks.append(_Mark(0, self._marks[-1].state, is_over=True))
         return order
 
     def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
-        if "generator" in saved:
-            _decoded(saved.text("generator"))
-        if "mark" in saved:
-            saved.flag("is_over")
-            mark = saved.part("mark")
-            if "sampler" in mark and not is_stateful(self._sampler):
-                raise ValueError(
-                    f"the state has a state of the sampler, but a {self.kind} has no "
-                    "load_state_dict."
-                )
+        order = _Replayed(self._sampler, saved)
+        if order._marks and "sampler" in order._marks[0].state and not is_stateful(self._sampler):
+            raise ValueError(
+                f"the state has a state of the sampler, but a {self.kind} has no load_state_dict."
+            )
         if "epoch" in saved:
             _set_epoch(self._sampler, saved.integer("epoch"))
-        return _Replayed(self._sampler, saved), done
+        return order, done
 
 
 # -- what samplers of others have -----------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _generator_as_it_was(generator: torch.Generator, before: torch.Tensor | None) -> Iterator[None]:
+    """Draw what was drawn before; without an effect, if the generator is the training loop's."""
+    now = generator.get_state()
+    if before is None or torch.equal(now, before):
+        yield
+        return
+    generator.set_state(before)
+    try:
+        yield
+    finally:
+        if generator is torch.default_generator:
+            generator.set_state(now)
+
+
 def _layers(sampler: Any) -> Iterator[Any]:
     """The sampler and those it wraps, as a batch sampler does."""
     for _ in range(4):
-        if sampler is None:
-            return
         yield sampler
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None)
+        if inner is None:
+            inner = getattr(sampler, "batch_sampler", None)
+        if inner is None:
+            return
+        sampler = inner
 
 
 def _generator_of(sampler: Any) -> torch.Generator:
@@ -433,10 +474,7 @@ def _generator_of(sampler: Any) -> torch.Generator:
 
 
 def _may_draw(sampler: Any) -> bool:
-    return all(
-        isinstance(layer, Sampler) and not isinstance(layer, DistributedSampler)
-        for layer in _layers(sampler)
-    )
+    return not any(isinstance(layer, DistributedSampler | Sequence) for layer in _layers(sampler))
 
 
 def _epoch_of(sampler: Any) -> int | None:

@@ -114,7 +114,7 @@ def progress_of(loader: DataLoader[Any]) -> Progress:
 
 def restored_progress(loader: DataLoader[Any], state: Any) -> Progress:
     """The progress that a state tells of. Nothing has changed if the state does not fit."""
-    saved = Saved(state, "state_dict")
+    saved = Saved(copy.deepcopy(state), "state_dict")
     if "spdl_torch" not in saved:
         raise ValueError(
             "state_dict was not made by spdl_torch.DataLoader: it has no 'spdl_torch', "
@@ -198,20 +198,20 @@ class MapProgress(Progress):
         if self._order.was_overruled():
             self._forget()
         draws = self._draw.batches(self._order.open(self._done))
-        self._order.make_mark()
         for drawn in draws:
             self._order.make_mark()
             yield drawn
+        self._order.make_mark()
 
     def _forget(self) -> None:
-        if self._done:
+        if self._done or self._offset or self._order.is_partial:
             warnings.warn(
                 "set_epoch() has chosen another epoch than that of the loaded state, so it begins "
                 "at its first batch. Call set_epoch() with the epoch that was saved, or not at "
                 "all, to go on where the state was saved.",
                 stacklevel=5,
             )
-        self._order, self._done = order_of(self._draw.sampler), Ranges()
+        self._order, self._done, self._offset = order_of(self._draw.sampler), Ranges(), 0
 
     def deliver(self, number: int) -> None:
         self._delivered.add(number, number + 1)
@@ -252,6 +252,9 @@ class MapProgress(Progress):
         self._order.foresee(foresight)
 
     def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        if self._order.was_overruled():
+            order = order_of(self._draw.sampler)
+            return MapProgress(self._draw, order, base_seed=self._base_seed).state_dict(loader)
         first = self._order.first_place
         done = Ranges(
             (max(start - first, 0), stop - first)

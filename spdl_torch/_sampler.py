@@ -47,12 +47,12 @@ class GlobalSampler(DistributedSampler[Any]):
         tail: Tail,
         shuffle: bool,
     ) -> None:
-        size = _checked_size(size)
+        num_indices = _checked_size(size)
         rank, world_size = _checked_ranks(rank, world_size)
         if tail not in get_args(Tail):
             raise ValueError(f'tail must be "drop", "pad" or "keep", got {tail!r}.')
         super().__init__(
-            range(size),  # type: ignore[arg-type]
+            size if hasattr(size, "__len__") else range(num_indices),  # type: ignore[arg-type]
             num_replicas=world_size,
             rank=rank,
             shuffle=shuffle,
@@ -60,7 +60,10 @@ class GlobalSampler(DistributedSampler[Any]):
             drop_last=tail == "drop",
         )
         self.tail: Tail = tail
-        self.num_draws: int = size if num_draws is None else _checked_count("num_draws", num_draws)
+        self.num_indices = num_indices
+        self.num_draws = num_indices
+        if num_draws is not None:
+            self.num_draws = _checked_count("num_draws", num_draws)
         self._epoch_has_begun = False
         self.num_samples = self._num_samples_of(self.num_draws)
         self.total_size = self.num_draws
@@ -185,12 +188,12 @@ class DistributedRandomSampler(GlobalSampler):
         )
         self.weights = None
         if weights is not None:
-            self.weights = _checked_weights(weights, len(self.dataset))
+            self.weights = _checked_weights(weights, self.num_indices)
 
     def _order(self, epoch: int) -> Callable[[Positions], Positions]:
         if self.weights is not None:
             return self._weighted_order(self.weights, key_of(self.seed, epoch))
-        size = len(self.dataset)
+        size = self.num_indices
         if self.num_draws <= size:
             return permutation(size, key_of(self.seed, epoch))
         rounds: dict[int, Callable[[Positions], Positions]] = {}
@@ -266,25 +269,30 @@ class DistributedDeterministicSampler(GlobalSampler):
 
 
 def _checked_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        found_rank, found_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    of_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if world_size is not None:
+        num_ranks = _checked_count("world_size", world_size)
+    elif of_group:
+        num_ranks = torch.distributed.get_world_size()
     else:
-        found_rank, found_size = _number_in("RANK", 0), _number_in("WORLD_SIZE", 1)
-    if world_size is not None and rank is None and found_rank >= world_size:
+        num_ranks = _number_in("WORLD_SIZE", default=1, at_least=1)
+    if rank is not None:
+        number = _checked_int("rank", rank, at_least=0)
+    else:
+        number = torch.distributed.get_rank() if of_group else _number_in("RANK", 0, at_least=0)
+        if world_size is not None and number >= num_ranks:
+            raise ValueError(
+                f"world_size is {num_ranks}, but this process has rank {number}. Pass rank too, "
+                "or neither."
+            )
+    if number >= num_ranks:
         raise ValueError(
-            f"world_size is {world_size}, but this process has rank {found_rank}. Pass rank too, "
-            "or neither."
+            f"rank must be below world_size, got rank {number} of {num_ranks}. Ranks count from 0."
         )
-    world_size = found_size if world_size is None else _checked_count("world_size", world_size)
-    rank = found_rank if rank is None else _checked_int("rank", rank, at_least=0)
-    if rank >= world_size:
-        raise ValueError(
-            f"rank must be below world_size, got rank {rank} of {world_size}. Ranks count from 0."
-        )
-    return rank, world_size
+    return number, num_ranks
 
 
-def _number_in(variable: str, default: int) -> int:
+def _number_in(variable: str, default: int, at_least: int) -> int:
     text = os.environ.get(variable)
     if text is None:
         return default
@@ -292,21 +300,20 @@ def _number_in(variable: str, default: int) -> int:
         number = int(text)
     except ValueError:
         number = -1
-    if number < 0:
+    if number < at_least:
         raise ValueError(
-            f"the environment variable {variable} is {text!r}, which is no number from 0 up. Unset "
-            "it, or pass rank and world_size."
+            f"the environment variable {variable} is {text!r}, which is no number from {at_least} "
+            "up. Unset it, or pass rank and world_size."
         )
     return number
 
 
 def _checked_size(size: Any) -> int:
-    if hasattr(size, "__len__"):
+    if hasattr(size, "__len__") and not isinstance(size, str | bytes):
         size = len(size)
-    number = _checked_int("size", size, at_least=0, hint="Pass a number, or the dataset.")
-    if number == 0:
+    if size == 0:
         raise ValueError("size must be at least 1: there is nothing to draw from an empty dataset.")
-    return number
+    return _checked_int("size", size, at_least=1, hint="Pass a number, or the dataset.")
 
 
 def _checked_seed(seed: Any) -> int:
@@ -333,10 +340,15 @@ def _checked_int(name: str, value: Any, *, at_least: int, hint: str = "") -> int
 
 
 def _checked_weights(weights: Any, size: int) -> NDArray[np.float64]:
+    if isinstance(weights, torch.Tensor):
+        weights = weights.detach().cpu().numpy()
     try:
-        checked = np.array(weights, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(f"weights must be numbers, one for each sample, got {weights!r}.") from None
+        given = np.asarray(weights)
+    except ValueError:  # A list of lists that are not equally long.
+        given = np.array(None)
+    if given.dtype.kind not in "biuf":
+        raise TypeError(f"weights must be numbers, one for each sample, got {weights!r:.80}.")
+    checked = given.astype(np.float64)
     if checked.shape != (size,):
         raise ValueError(
             f"weights must be one number for each of the {size} samples, "
@@ -348,6 +360,8 @@ def _checked_weights(weights: Any, size: int) -> NDArray[np.float64]:
             f"weights must be finite and not negative, but that of sample {wrong} is "
             f"{checked[wrong]}. Use 0 for a sample that is never to be drawn."
         )
-    if not np.isfinite(checked.sum()) or checked.sum() == 0:
-        raise ValueError(f"weights must have a sum above 0, got {checked.sum()}.")
+    with np.errstate(over="ignore"):
+        total = checked.sum()
+    if total == 0 or not np.isfinite(total):
+        raise ValueError(f"weights must have a finite sum above 0, got {total}.")
     return checked

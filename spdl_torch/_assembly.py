@@ -31,6 +31,7 @@ from ._pipeline import (
     IterableStage,
     Pipeline,
     Place,
+    Record,
     ThreadStage,
 )
 from ._progress import IterableProgress, MapProgress, Progress
@@ -196,7 +197,7 @@ class Workshop:
 
     def _open_iterable(
         self, dataset: Any, worker_id: int, count: SampleCount
-    ) -> Callable[[Any], tuple[Any, Any]]:
+    ) -> Callable[[Record], Any]:
         if isinstance(dataset, IterDataPipe):
             assert self.shared_seed is not None
             with _datapipe_graphs:
@@ -208,13 +209,21 @@ class Workshop:
             dataset, worker_id, batched=self.batched, drop_last=self.drop_last, count=count
         )
 
-        def draw(drawn: Any) -> tuple[Any, Any]:
+        def draw(record: Record) -> Any:
             try:
-                samples = reader.draw(drawn)
+                samples = reader.draw(record.drawn)
             except StopIteration:
-                progress.come_to_end(worker_id, reader.bookmark())
+                # What is wrong with its state has been said at every batch.
+                with contextlib.suppress(Exception):
+                    progress.come_to_end(worker_id, reader.bookmark())
                 raise
-            return samples, (worker_id, reader.bookmark())
+            except Exception:
+                # Whoever asks for the next batch gets what comes after the error.
+                with contextlib.suppress(Exception):
+                    record.bookmark = worker_id, reader.bookmark()
+                raise
+            record.bookmark = worker_id, reader.bookmark()
+            return samples
 
         return draw
 

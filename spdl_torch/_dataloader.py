@@ -207,7 +207,11 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         progress, self._next_progress = self._next_progress, None
         before = self._progress
         # Workers that live on, and a sampler with a state, are where the last epoch left them.
-        if progress is None and before is not None and (before.is_over or self._iterator):
+        if (
+            progress is None
+            and before is not None
+            and (before.is_over or self._iterator is not None)
+        ):
             progress = before.following(self)
         self._progress = progress or progress_of(self)
         self._progress.begin(self.dataset)

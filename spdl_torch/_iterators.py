@@ -26,7 +26,6 @@ from ._assembly import Workshop, assemble, one_walk_at_a_time
 from ._pipeline import NotInTime, Pipeline
 from ._progress import IterableProgress, Progress
 from ._randomness import generators_kept
-from ._reader import SampleCount
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
@@ -110,7 +109,7 @@ class CallerIterator(_Iterator):
                 0,
                 batched=self._auto_collation,
                 drop_last=self._drop_last,
-                count=SampleCount(),
+                count=progress.count,
             )
             progress.hold(self._reader)
         else:
@@ -130,6 +129,10 @@ class CallerIterator(_Iterator):
                 samples = self._reader.draw(drawn)
         except StopIteration:
             self._progress.is_over = True
+            raise
+        except Exception:
+            if self._dataset_kind == _DatasetKind.Iterable:
+                self._deliver(self._num_drawn)
             raise
         number = self._num_drawn
         self._num_drawn += 1

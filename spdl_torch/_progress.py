@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import BatchSampler, IterDataPipe
@@ -107,7 +107,7 @@ class Progress:
 def progress_of(loader: DataLoader[Any]) -> Progress:
     """The progress of an epoch that is to begin."""
     if loader._dataset_kind == _DatasetKind.Iterable:
-        return IterableProgress(loader.num_workers, loader._index_sampler)
+        return IterableProgress(loader)
     draw = _Draw(loader)
     return MapProgress(draw, order_of(draw.sampler))
 
@@ -339,32 +339,32 @@ class IterableProgress(Progress):
 
     def __init__(
         self,
-        num_workers: int,
-        draws: Iterable[Any],
+        loader: DataLoader[Any],
         bookmarks: dict[int, dict[str, Any]] | None = None,
         *,
         next_worker: int = 0,
         num_batches: int = 0,
-        is_after_end: bool = False,
         is_restored: bool = False,
         base_seed: int | None = None,
         epoch: int = 0,
         shared_seed: int | None = None,
+        count: SampleCount | None = None,
     ) -> None:
         super().__init__(base_seed, epoch=epoch)
+        self.count = count or SampleCount()
+        """Of the calling thread, if that reads the dataset."""
         self._is_restored = is_restored
         """The datasets are to be taken to the bookmarks; or else they are there already."""
-        self._num_workers = num_workers
-        self._draws = draws
+        self._num_workers = loader.num_workers
+        self._draws = loader._index_sampler
         self._bookmarks = bookmarks or {}
         self._final_bookmarks: dict[int, dict[str, Any]] = {}
         """Of the workers that have come to the end of their dataset, delivered or not."""
         self.next_worker = next_worker
         """Whose turn it is."""
-        self.num_batches = num_batches
-        self._is_after_end = is_after_end
-        """The bookmarks are from the end of an epoch, and this is the one after it."""
+        self._num_batches = num_batches
         self._shared_seed = shared_seed
+        self._has_delivered = False
         self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -372,9 +372,19 @@ class IterableProgress(Progress):
 
     def take_shared_seed(self, drawn: int | None) -> int | None:
         """The seed of the epoch's datapipes: the one that was drawn, unless another was saved."""
-        if not self._is_restored:
+        if self._shared_seed is None:
             self._shared_seed = drawn
         return self._shared_seed
+
+    def foresee(self, loader: DataLoader[Any]) -> None:
+        if self.has_begun or not isinstance(loader.dataset, IterDataPipe):
+            super().foresee(loader)
+        elif self._shared_seed is None:
+            # As torch draws them, and in this order.
+            foresight = Foresight()
+            self._shared_seed = foresight.seed(loader.generator)
+            if self._base_seed is None:
+                self._base_seed = foresight.seed(loader.generator)
 
     def sample_key(self, worker_id: int, number: int) -> tuple[int, ...]:
         """What the random numbers of a worker's sample depend on."""
@@ -398,7 +408,6 @@ class IterableProgress(Progress):
             drop_last=drop_last,
             count=count,
             saved=None if bookmark is None else Saved(bookmark, "the worker's state"),
-            is_over=self._is_after_end,
         )
 
     def hold(self, reader: Reader) -> None:
@@ -408,29 +417,32 @@ class IterableProgress(Progress):
 
     def warn_of_skipping(self) -> None:
         """Say how many samples are going to be read in vain, if the datasets have no state."""
-        if self._is_restored and not self._is_after_end:
+        if self._is_restored:
             _warn_of_skipping(
                 sum(
                     bookmark["num_samples"]
                     for bookmark in self._bookmarks.values()
-                    if not bookmark["has_ended"] and not {"dataset", "iterator"} & bookmark.keys()
+                    if not bookmark["has_ended"]
+                    and not bookmark["is_over"]
+                    and not {"dataset", "iterator"} & bookmark.keys()
                 ),
                 "samples",
             )
 
     def num_to_read_again(self) -> int:
         """How many batches worker processes, which do not say where they are, have to repeat."""
-        if not self._is_restored or self._is_after_end:
+        if not self._is_restored:
             return 0
-        _warn_of_skipping(self.num_batches, "batches")
-        return self.num_batches
+        _warn_of_skipping(self._num_batches, "batches")
+        return self._num_batches
 
     def deliver(self, number: int) -> None:  # noqa: ARG002 (every draw is the same)
-        self.num_batches += 1
+        self._num_batches += 1
+        self._has_delivered = True
 
     def deliver_from(self, worker_id: int, bookmark: dict[str, Any]) -> None:
         """A batch of this worker's, after which it is there, was given to the training loop."""
-        self.num_batches += 1
+        self._num_batches += 1
         self._bookmarks[worker_id] = bookmark
         self.next_worker = (worker_id + 1) % max(1, self._num_workers)
 
@@ -439,73 +451,90 @@ class IterableProgress(Progress):
         self._final_bookmarks[worker_id] = bookmark
 
     def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        if self._reader is not None:
-            self._bookmarks[0] = self._reader.bookmark()
+        bookmarks = self._bookmarks
+        reader = self._reader
+        if reader is not None and (self._has_delivered or reader.knows_place_at_first):
+            bookmarks = {0: reader.bookmark()}
+        elif is_stateful(loader.dataset) and not hasattr(loader.dataset, "__next__"):
+            # Where those are who have delivered nothing yet. (A dataset that is its own iterator
+            # may have no state before it is iterated, and begins anew.)
+            at_first = Reader.bookmark_at_first(loader.dataset)
+            bookmarks = dict.fromkeys(range(max(1, self._num_workers)), at_first)
+            bookmarks |= self._bookmarks
         return {
             "spdl_torch": _FORMAT,
             "dataset": "iterable",
+            "worker_method": _worker_method(loader),
             "num_workers": self._num_workers,
-            "worker_method": loader.worker_method,
+            "batch_size": loader.batch_size,
             "base_seed": self._base_seed,
             "epoch": self._epoch,
             "shared_seed": self._shared_seed,
-            "num_batches": self.num_batches,
+            "num_batches": self._num_batches,
             "next_worker": self.next_worker,
-            "is_after_end": self._is_after_end,
             "workers": [
                 {"worker": worker_id} | copy.deepcopy(bookmark)
-                for worker_id, bookmark in sorted(self._bookmarks.items())
+                for worker_id, bookmark in sorted(bookmarks.items())
             ],
         }
 
     def following(self, loader: DataLoader[Any]) -> Progress:
         bookmarks = {}
-        if self._num_workers == 0 and self._reader is not None:
+        if self._reader is not None:
             bookmarks = {0: self._reader.bookmark()}
         elif loader._iterator is not None:  # Workers that live on keep their datasets.
             bookmarks = self._final_bookmarks
         return IterableProgress(
-            self._num_workers,
-            loader._index_sampler,
-            bookmarks,
-            is_after_end=True,
+            loader,
+            {worker: bookmark | {"is_over": True} for worker, bookmark in bookmarks.items()},
+            count=self.count,
             **self._seed_and_epoch(loader),
         )
 
     @classmethod
     def restored(cls, loader: DataLoader[Any], saved: Saved) -> IterableProgress:
-        num_workers = saved.integer("num_workers")
-        bookmarks = {}
-        for part in saved.parts("workers"):
-            part.integer("num_samples")
-            part.flag("has_ended")
-            bookmarks[part.integer("worker")] = part.values
+        num_workers, worker_method = saved.integer("num_workers"), saved.text("worker_method")
         # One worker reads what the calling thread would.
-        if bookmarks and max(num_workers, 1) != max(loader.num_workers, 1):
+        has_same_number = max(num_workers, 1) == max(loader.num_workers, 1)
+        if not has_same_number and (saved.integer("num_batches") or saved.parts("workers")):
             raise ValueError(
                 f"the state was saved with num_workers={num_workers}, but this DataLoader has "
                 f"{loader.num_workers}. Each worker goes its own way through an IterableDataset, "
                 f"so there must be as many to go on. Set num_workers={num_workers}."
             )
-        if saved.text("worker_method") != loader.worker_method and num_workers > 0:
+        if worker_method != _worker_method(loader):
             raise ValueError(
-                f'the state was saved with worker_method="{saved.text("worker_method")}", but this '
-                f'DataLoader has "{loader.worker_method}".'
+                f'the state was saved with worker_method="{worker_method}", but this DataLoader '
+                f'has "{_worker_method(loader)}".'
             )
+        batch_size = saved.optional_integer("batch_size")
+        if worker_method == "multiprocessing" and batch_size != loader.batch_size:
+            raise ValueError(
+                f"the state was saved with batch_size={batch_size}, but this DataLoader has "
+                f"{loader.batch_size}. Worker processes only count their batches, so the size must "
+                "be the same; worker threads can go on with another."
+            )
+        bookmarks = {}
+        for part in saved.parts("workers"):
+            part.integer("num_samples")
+            part.flag("has_ended")
+            part.flag("is_over")
+            bookmarks[part.integer("worker")] = part.values
+        is_datapipe = isinstance(loader.dataset, IterDataPipe)
         return cls(
-            loader.num_workers,
-            loader._index_sampler,
+            loader,
             bookmarks,
             next_worker=saved.integer("next_worker"),
             num_batches=saved.integer("num_batches"),
-            is_after_end=saved.flag("is_after_end"),
             is_restored=True,
             base_seed=saved.integer("base_seed"),
             epoch=saved.integer("epoch"),
-            shared_seed=saved.optional_integer("shared_seed")
-            if isinstance(loader.dataset, IterDataPipe)
-            else None,
+            shared_seed=saved.integer("shared_seed") if is_datapipe else None,
         )
+
+
+def _worker_method(loader: DataLoader[Any]) -> str:
+    return loader.worker_method if loader.num_workers > 0 else "thread"
 
 
 def _warn_of_skipping(number: int, things: str) -> None:
@@ -514,5 +543,5 @@ def _warn_of_skipping(number: int, things: str) -> None:
             f"{number} {things} of the IterableDataset are read again and thrown away to get to "
             "where the state was saved. With state_dict() and load_state_dict() on the dataset or "
             "its iterator, and worker threads, it would go there at once.",
-            stacklevel=6,
+            stacklevel=7,  # The line that calls iter().
         )

@@ -42,7 +42,7 @@ class Saved:
         return int(value)
 
     def optional_integer(self, key: str) -> int | None:
-        return self.integer(key) if key in self else None
+        return None if self._get(key) is None else self.integer(key)
 
     def flag(self, key: str) -> bool:
         return bool(self._get(key))
@@ -85,4 +85,8 @@ def is_stateful(thing: Any) -> bool:
 
 def state_of(thing: Any) -> Any:
     """A copy of its state, for it may go on changing the one it has given out."""
-    return copy.deepcopy(thing.state_dict())
+    try:
+        return copy.deepcopy(thing.state_dict())
+    except StopIteration as error:
+        # It would be taken for the end of the epoch.
+        raise RuntimeError(f"{type(thing).__name__}.state_dict() raised {error!r}") from error

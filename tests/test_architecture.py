@@ -26,7 +26,6 @@ MAY_IMPORT = {
         "_pipeline",
         "_progress",
         "_randomness",
-        "_reader",
     },
     "_assembly": {
         "_collate",

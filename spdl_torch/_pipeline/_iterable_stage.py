@@ -13,9 +13,9 @@ from ._workers import Workers
 
 __all__ = ["IterableStage"]
 
-Draw = Callable[[Any], tuple[Any, Any]]
-"""Draws the samples of one batch from a worker's iterator; gives them and a bookmark, which says
-where the iterator is after them. Raises StopIteration when there are none left."""
+Draw = Callable[[Record], Any]
+"""Draws the samples of one batch from a worker's iterator, and may leave a bookmark in the record,
+which says where the iterator is after them. Raises StopIteration when there are none left."""
 
 OpenEpoch = Callable[[], Draw]
 """Starts a worker's iterator afresh."""
@@ -104,8 +104,7 @@ class _IterableWorker:
     def _draw_samples(self, record: Record) -> Any:
         try:
             if self._draw is not None:  # None: it could not be opened, which has been reported.
-                samples, record.bookmark = self._draw(record.drawn)
-                return samples
+                return self._draw(record)
         except StopIteration:
             self._draw = None
         self.exhausted_in = record.signal

@@ -163,7 +163,7 @@ class Window:
         while self._pending and self._pending[0].is_exhausted:
             self._pending.popleft()
         if self._in_order:
-            return 0 if self._pending and self._pending[0].is_finished else None
+            return self._first_finished(1)
         position = self._first_finished(len(self._pending))
         # One worker's batches come in their order, if it has an iterator of its own. The one before
         # this may have been finished after it was looked at; but then it is finished now.

@@ -173,13 +173,15 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
                 super().__next__()
 
     def __next__(self) -> Any:
+        num_received = self._rcvd_idx
         try:
             batch = super().__next__()
         except StopIteration:
             self._progress.is_over = True
             raise
         except Exception:
-            self._deliver()
+            if self._rcvd_idx > num_received:  # Or else it was waited for in vain.
+                self._deliver()
             raise
         self._deliver()
         return batch

@@ -169,7 +169,7 @@ class _GlobalOrder(Order):
             "seed": sampler.seed,
             "epoch": sampler.next_epoch if self._epoch is None else self._epoch,
             "num_draws": sampler.num_draws,
-            "weights": _checksum(sampler),
+            "weights": sampler.weights_checksum,
             "rank": sampler.rank,
             "world_size": sampler.num_replicas,
             "start": self._start.as_lists(),
@@ -187,12 +187,12 @@ class _GlobalOrder(Order):
                 f"the state was saved with an epoch of {saved.integer('num_draws')} indices, but "
                 f"the sampler now draws {sampler.num_draws}."
             )
-        if saved.optional_integer("weights") != _checksum(sampler):
+        if saved.optional_integer("weights") != sampler.weights_checksum:
             raise ValueError("the state was saved with other weights than the sampler has now.")
         if sampler.num_replicas != world_size or (sampler.rank != rank and not done.is_prefix):
             start, done = _dealt_out_anew(start, done, world_size, sampler.num_draws), Ranges()
-        sampler.seed = seed
         sampler.set_epoch(epoch)
+        sampler.seed = seed
         return _GlobalOrder(sampler, start, epoch), done
 
 
@@ -212,11 +212,6 @@ def _dealt_out_anew(start: Ranges, done: Ranges, world_size: int, num_draws: int
         ):
             everything.add(*positions)
     return everything
-
-
-def _checksum(sampler: GlobalSampler) -> int | None:
-    weights = getattr(sampler, "weights", None)
-    return None if weights is None else zlib.crc32(weights.tobytes())
 
 
 class _Ascending(Order):
@@ -304,6 +299,8 @@ class _Replayed(Order):
 
     def __init__(self, sampler: Any, saved: Saved | None = None) -> None:
         self.kind = type(sampler).__name__
+        if type(sampler) is RandomSampler:
+            self.kind += " with a generator of its own"
         self._sampler = sampler
         self._saved = saved
         """What it was restored from, until it is opened."""
@@ -313,12 +310,11 @@ class _Replayed(Order):
         self._marks: deque[_Mark] = deque()
         """All that may have to be gone back to."""
         if saved is not None:
-            if "generator" in saved:
-                self._generator_before = _decoded(saved.text("generator"))
-            if "mark" in saved:
-                saved.part("mark").flag("has_ended")
-                state, is_over = saved.part("mark").values, saved.flag("is_over")
-                self._marks.append(_Mark(0, state, is_over))
+            if (text := saved.optional_text("generator")) is not None:
+                self._generator_before = _decoded(text)
+            is_over = saved.flag("is_over")
+            if (mark := saved.optional_part("mark")) is not None:
+                self._marks.append(_Mark(0, mark.values, is_over))
         self._is_open = False
         self._iterator: Any = None
         self._num_taken = 0
@@ -386,7 +382,7 @@ class _Replayed(Order):
             self._marks.append(_Mark(self._num_taken, self._state()))
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"has_ended": self._has_ended}
+        state: dict[str, Any] = {"has_ended": self._has_ended, "sampler": None, "iterator": None}
         if is_stateful(self._sampler):
             state["sampler"] = state_of(self._sampler)
         if self._iterator is not self._sampler and is_stateful(self._iterator):
@@ -427,12 +423,16 @@ class _Replayed(Order):
 
     def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
         order = _Replayed(self._sampler, saved)
-        if order._marks and "sampler" in order._marks[0].state and not is_stateful(self._sampler):
-            raise ValueError(
-                f"the state has a state of the sampler, but a {self.kind} has no load_state_dict."
-            )
-        if "epoch" in saved:
-            _set_epoch(self._sampler, saved.integer("epoch"))
+        if (mark := saved.optional_part("mark")) is not None:
+            mark.flag("has_ended")
+            mark.anything("iterator")
+            if mark.anything("sampler") is not None and not is_stateful(self._sampler):
+                raise ValueError(
+                    "the state has a state of the sampler, but a "
+                    f"{self.kind} has no load_state_dict."
+                )
+        if (epoch := saved.optional_integer("epoch")) is not None:
+            _set_epoch(self._sampler, epoch)
         return order, done
 
 
@@ -497,8 +497,10 @@ def _encoded(generator_state: torch.Tensor) -> str:
 
 def _decoded(text: str) -> torch.Tensor:
     try:
-        return torch.frombuffer(
+        state = torch.frombuffer(
             bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8
         )
-    except (ValueError, zlib.error):
+        torch.Generator().set_state(state)
+    except (ValueError, RuntimeError, zlib.error):
         raise ValueError("the state of the sampler's generator is damaged.") from None
+    return state

@@ -302,7 +302,7 @@ class MapProgress(Progress):
                 "at a time. Use the same kind of batch_sampler to go on from it."
             )
         dataset_state = None
-        if "dataset_state" in saved:
+        if "dataset_state" in saved or is_stateful(loader.dataset):
             if not is_stateful(loader.dataset):
                 raise ValueError(
                     "the state has a state of the dataset, but this dataset has no load_state_dict."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias, get_args
+from zlib import crc32
 
 import numpy as np
 import torch.distributed
@@ -35,6 +37,7 @@ class GlobalSampler(DistributedSampler[Any]):
     """
 
     dataset: Any
+    weights: NDArray[np.float64] | None = None
 
     def __init__(
         self,
@@ -88,6 +91,10 @@ class GlobalSampler(DistributedSampler[Any]):
         """
         self.epoch = _checked_int("epoch", epoch, at_least=0)
         self._epoch_has_begun = False
+
+    @cached_property
+    def weights_checksum(self) -> int | None:
+        return None if self.weights is None else crc32(self.weights.tobytes())
 
     @property
     def next_epoch(self) -> int:
@@ -186,7 +193,6 @@ class DistributedRandomSampler(GlobalSampler):
             tail=tail,
             shuffle=True,
         )
-        self.weights = None
         if weights is not None:
             self.weights = _checked_weights(weights, self.num_indices)
 

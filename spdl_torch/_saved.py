@@ -44,6 +44,12 @@ class Saved:
     def optional_integer(self, key: str) -> int | None:
         return None if self._get(key) is None else self.integer(key)
 
+    def optional_text(self, key: str) -> str | None:
+        return None if self._get(key) is None else self.text(key)
+
+    def optional_part(self, key: str) -> Saved | None:
+        return None if self._get(key) is None else self.part(key)
+
     def flag(self, key: str) -> bool:
         return bool(self._get(key))
 
@@ -55,7 +61,7 @@ class Saved:
             raise self._error(key, "pairs of numbers", value) from None
 
     def anything(self, key: str) -> Any:
-        """A state of the user's: a copy, because it is theirs to change."""
+        """A state of the user's, or None: a copy, because it is theirs to change."""
         return copy.deepcopy(self._get(key))
 
     def _list(self, key: str) -> list[Any]:

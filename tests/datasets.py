@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -164,3 +165,47 @@ class Gated(Squares):
             self.is_waiting.set()
             assert self.may_go.wait(PATIENCE_SECONDS), "nobody opened the gate"
         return super().__getitem__(index)
+
+
+class Indices(Squares):
+    """Gives the index itself, and keeps a list of all that were read."""
+
+    def __init__(self, size: int = 20) -> None:
+        super().__init__(size)
+        self.reads: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.reads.append(int(index))
+        return int(index)
+
+
+class Held(Indices):
+    """Some indices wait until they are let go."""
+
+    def __init__(self, size: int, held: Iterable[int]) -> None:
+        super().__init__(size)
+        self.held = frozenset(held)
+        self.may_go = threading.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.held:
+            assert self.may_go.wait(PATIENCE_SECONDS), "nobody let it go"
+        return super().__getitem__(index)
+
+
+class Graded(Indices):
+    """Its samples depend on a level, which the training loop raises and a state keeps."""
+
+    def __init__(self, level: int = 0) -> None:
+        super().__init__()
+        self.level = level
+        self.history = [level]
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.level + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level, "history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level, self.history = state["level"], state["history"]

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
     "image_folder.py": r"\(8, 3, 224, 224\) torch.uint8 .*\n200 images",
     "replace_torch_loader.py": r"epoch 2: (9\d\.\d|100\.0)% correct",
+    "resume_training.py": r"epoch 2 ended after step 189, world size 1\nrank 0 .* [0-9a-f]{8}\n",
     "staged_dataset.py": r"16 batches, sum 8372224\n",
 }
 

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from spdl_torch._pipeline import NotInTime, Pipeline, ThreadStage
+from spdl_torch._pipeline import NotInTime, Pipeline, Record, ThreadStage
+from spdl_torch._pipeline._signal import Signal
+from spdl_torch._pipeline._window import Window
 
 from .conftest import own_thread_names
 from .datasets import PATIENCE_SECONDS
@@ -243,3 +245,113 @@ def test_samples_that_wait_for_each_other_are_loaded_though_the_next_stage_is_bu
     batches_of(pipeline, CHEAP)
     assert batches_of(pipeline, [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
     pipeline.close()
+
+
+# -- which finished batch is delivered -------------------------------------------------------------
+
+
+class Watched:
+    """A first stage without threads: its workers go on whenever the consumer looks in vain.
+
+    Args:
+        finished_by: which batches are finished, in this order, just after the consumer has seen
+            for the nth time that a batch is not: {(number, n): numbers}.
+
+    """
+
+    def __init__(self, finished_by):
+        self.finished_by = dict(finished_by)
+        self.records = {}
+        self.num_looks = {}
+
+    def open(self, records):
+        for record in records:
+            record.__class__ = WatchedRecord
+            record.drawn = self
+            self.records[record.number] = record
+        return len(records)
+
+    def num_samples_per_task(self):
+        return 1
+
+    def go_on_after_look(self, number):
+        self.num_looks[number] = num_looks = self.num_looks.get(number, 0) + 1
+        for finished in self.finished_by.pop((number, num_looks), ()):
+            self.records[finished].finish(finished)
+            self.records[finished].signal.set()
+
+
+class WatchedRecord(Record):
+    __slots__ = ()
+
+    @property
+    def is_finished(self):
+        is_finished = Record.is_finished.__get__(self)
+        if not is_finished:
+            self.drawn.go_on_after_look(self.number)
+        return is_finished
+
+    @is_finished.setter
+    def is_finished(self, is_finished):
+        Record.is_finished.__set__(self, is_finished)
+
+
+@pytest.mark.parametrize(
+    "finished_by",
+    [
+        pytest.param({(0, 1): [0, 1, 2]}, id="while the consumer looks"),
+        # It has found batch 2, of another worker, when it looks whether one before it is finished.
+        pytest.param({(1, 1): [2], (0, 2): [0, 1]}, id="while it looks once more"),
+    ],
+)
+def test_without_order_the_batches_of_one_worker_are_not_swapped(finished_by):
+    """Batches 0 and 1 are of one worker, which finishes them one after the other."""
+    stage = Watched(finished_by)
+    window = Window(
+        iter([[0], [1], [2]]), stage, Signal(), capacity=3, in_order=False, batched=True
+    )
+    delivered = []
+    while (record := window.next(PATIENCE_SECONDS)) is not None:
+        delivered.append(record.take())
+    assert stage.finished_by == {}
+    assert sorted(delivered) == [0, 1, 2]
+    assert delivered.index(0) < delivered.index(1)
+
+
+class ExhaustedRecord(Record):
+    """Turns out to be exhausted just after the consumer has seen that it is not."""
+
+    __slots__ = ()
+
+    @property
+    def is_exhausted(self):
+        is_exhausted = Record.is_exhausted.__get__(self)
+        if not is_exhausted and not self.is_finished:
+            Record.is_exhausted.__set__(self, True)
+            self.finish()
+            self.signal.set()
+        return is_exhausted
+
+    @is_exhausted.setter
+    def is_exhausted(self, is_exhausted):
+        Record.is_exhausted.__set__(self, is_exhausted)
+
+
+class Exhausted:
+    """A first stage that has nothing to make batches of."""
+
+    def open(self, records):
+        for record in records:
+            record.__class__ = ExhaustedRecord
+        return len(records)
+
+    def num_samples_per_task(self):
+        return 1
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_that_there_is_nothing_for_is_not_delivered(in_order):
+    window = Window(
+        iter([[0], [1]]), Exhausted(), Signal(), capacity=2, in_order=in_order, batched=True
+    )
+    assert window.next(PATIENCE_SECONDS) is None

@@ -1,0 +1,1224 @@
+"""Saving and restoring the state of loaders over iterable datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import pickle
+import queue
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from spdl_torch import DataLoader
+
+from .conftest import own_thread_names
+from .datasets import PATIENCE_SECONDS, Squares
+
+# -- datasets: worker k has sizes[k] samples, from 100 * k on, and 1000 more in every epoch --------
+
+SIZES = (10, 0, 4)
+"""In batches of 4: a shard whose last batch is small, an empty one, and one that ends early and
+with a full batch, so that its end is found out later."""
+
+
+class Shards(IterableDataset):
+    epoch = 0
+    position = 0
+
+    def __init__(self, sizes=SIZES, reads: queue.SimpleQueue | None = None):
+        self.sizes = sizes
+        self.reads = reads
+        """What was read, by whichever worker: queues are shared by the workers' copies."""
+
+    @property
+    def worker_id(self):
+        info = get_worker_info()
+        return 0 if info is None else info.id
+
+    @property
+    def size(self):
+        return self.sizes[self.worker_id]
+
+    def read(self, position):
+        sample = 1000 * self.epoch + 100 * self.worker_id + position
+        if self.reads is not None:
+            self.reads.put(sample)
+        return sample
+
+
+class OfDataset(Shards):
+    """The state is the dataset's; at the end of an epoch it goes back to the beginning."""
+
+    def __iter__(self):
+        while self.position < self.size:
+            self.position += 1
+            yield self.read(self.position - 1)
+        self.position = 0
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.position, self.epoch = state["position"], state["epoch"]
+
+
+class OfDatasetAtEnd(OfDataset):
+    """The state is the dataset's, and stays at the end until the next epoch begins."""
+
+    epoch = -1
+    is_restored = False
+
+    def __iter__(self):
+        if not self.is_restored:
+            self.position = 0
+            self.epoch += 1
+        self.is_restored = False
+        while self.position < self.size:
+            self.position += 1
+            yield self.read(self.position - 1)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_restored = self.epoch >= 0
+
+
+class Cursor:
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == self.dataset.size:
+            self.dataset.end()
+            raise StopIteration
+        self.position += 1
+        return self.dataset.read(self.position - 1)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class OfIterator(Shards):
+    """The state is that of the iterator."""
+
+    def __iter__(self):
+        return Cursor(self)
+
+    def end(self):
+        pass
+
+
+class OfBoth(OfIterator):
+    """The iterator knows the position and the dataset the epoch."""
+
+    def end(self):
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+class OwnIterator(OfDataset):
+    epoch = -1
+
+    def __iter__(self):
+        self.position = 0
+        self.epoch += 1
+        return self
+
+    def __next__(self):
+        if self.position == self.size:
+            raise StopIteration
+        self.position += 1
+        return self.read(self.position - 1)
+
+
+class Nested(Shards):
+    """Gives away the very state that it changes in place, and takes over the one it is given."""
+
+    def __init__(self, sizes=SIZES):
+        super().__init__(sizes)
+        self.state = {"counts": {"position": torch.zeros(1, dtype=torch.int64)}, "seen": []}
+
+    def __iter__(self):
+        position = self.state["counts"]["position"]
+        while int(position) < self.size:
+            position += 1
+            sample = self.read(int(position) - 1)
+            # Every sample tells how many have come before it.
+            self.state["seen"].append(sample)
+            yield 1000 * len(self.state["seen"]) + sample
+        position.zero_()
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Stateless(Shards):
+    def __iter__(self):
+        return (self.read(position) for position in range(self.size))
+
+
+STATEFUL = [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator, Nested]
+COUNTING = [OfDataset, OfDatasetAtEnd, OfBoth, OwnIterator]
+"""Whose samples tell how many epochs have come before."""
+
+
+# -- helpers --------------------------------------------------------------------------------------
+
+
+def as_list(samples):
+    return samples if isinstance(samples, list) else [samples]
+
+
+def loader_of(dataset, **arguments):
+    return DataLoader(dataset, **({"batch_size": 4, "collate_fn": as_list} | arguments))
+
+
+def epoch_of(loader):
+    """The batches of an epoch; the state before each of them and, before StopIteration, behind."""
+    iterator = iter(loader)
+    batches, states = [], [loader.state_dict()]
+    for batch in iterator:
+        batches.append(batch)
+        states.append(loader.state_dict())
+    return batches, states
+
+
+def state_after(num_batches, loader):
+    """The state after so many batches; the loader is closed."""
+    with loader:
+        iterator = iter(loader)
+        for _ in range(num_batches):
+            next(iterator)
+        return loader.state_dict()
+
+
+def rest_of(state, loader):
+    """What is left of the epoch; the loader is closed."""
+    with loader:
+        # As in another process.
+        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+        return list(loader)
+
+
+def reading_again(number, things="samples"):
+    """Expect the warning that so many are read again, or none."""
+    if number == 0:
+        return contextlib.nullcontext()
+    message = rf"^{number} {things} of the IterableDataset are read again and thrown away"
+    return pytest.warns(UserWarning, match=message)
+
+
+def samples_of(batches):
+    return [sample for batch in batches for sample in batch]
+
+
+def num_read_again(batches):
+    """How many samples without a state are read again: all but of workers known to have ended."""
+    num_samples, has_ended = {}, set()
+    for batch in batches:
+        worker_id = batch[0] % 1000 // 100
+        num_samples[worker_id] = num_samples.get(worker_id, 0) + len(batch)
+        if 1 < len(batch) < 4:
+            has_ended.add(worker_id)
+    return sum(number for worker_id, number in num_samples.items() if worker_id not in has_ended)
+
+
+def settings(*wanted):
+    return [
+        pytest.param(
+            {"num_workers": n, "persistent_workers": p}, id=f"{n}-persistent" * p or f"{n}"
+        )
+        for n, p in wanted
+    ]
+
+
+SETTINGS = settings((0, False), (1, False), (1, True), (3, False), (3, True))
+BATCHINGS = [
+    pytest.param({"batch_size": None}, id="single"),
+    pytest.param({"batch_size": 4}, id="batched"),
+    pytest.param({"batch_size": 4, "drop_last": True}, id="drop_last"),
+]
+
+
+# -- the rest of the run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
+    loader = loader_of(make(), **setting, **batching)
+    batches, states = epoch_of(loader)
+    loader.close()
+    assert len(batches) >= 2
+    for place, state in enumerate(states):
+        number = num_read_again(batches[:place]) if make is Stateless else 0
+        with reading_again(number):
+            rest = rest_of(state, loader_of(make(), **setting, **batching))
+        assert rest == batches[place:]
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("setting", settings((1, False), (3, False), (3, True)))
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_without_order_every_batch_of_the_rest_comes_once_and_in_the_order_of_its_worker(
+    make, setting, batching
+):
+    loader = loader_of(make(), in_order=False, **setting, **batching)
+    batches, states = epoch_of(loader)
+    loader.close()
+    for place, state in enumerate(states):
+        number = num_read_again(batches[:place]) if make is Stateless else 0
+        with reading_again(number):
+            rest = rest_of(state, loader_of(make(), in_order=False, **setting, **batching))
+        assert sorted(rest) == sorted(batches[place:])
+        for worker_id in range(3):
+            of_worker = [batch for batch in rest if batch[0] % 1000 // 100 == worker_id]
+            assert of_worker == sorted(of_worker)
+
+
+def shuffled_pipe():
+    return IterableWrapper(range(12)).shuffle().sharding_filter()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_datapipe_is_shuffled_as_it_was(setting, batch_size, in_order):
+    arguments = {**setting, "batch_size": batch_size, "in_order": in_order}
+    loader = loader_of(shuffled_pipe(), **arguments)
+    batches, states = epoch_of(loader)
+    loader.close()
+    assert sorted(samples_of(batches)) == list(range(12))
+    order = list if in_order else sorted
+    for place, state in enumerate(states):
+        # All batches are full, so that no worker is known to have ended.
+        with reading_again(len(samples_of(batches[:place]))):
+            rest = rest_of(state, loader_of(shuffled_pipe(), **arguments))
+        assert order(rest) == order(batches[place:])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("num_epochs", [0, 1])
+def test_a_datapipe_is_shuffled_as_it_will_be_if_the_state_is_of_an_epoch_to_come(
+    num_epochs, setting
+):
+    loader = loader_of(shuffled_pipe(), **setting)
+    with loader:
+        for _ in range(num_epochs):
+            list(loader)
+        state = loader.state_dict()
+        batches = list(loader)
+    assert rest_of(state, loader_of(shuffled_pipe(), **setting)) == batches
+
+
+class ShuffledBySeed(IterableDataset):
+    """Without a state, but in the order of its worker's seed."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(get_worker_info().seed)
+        return iter(torch.randperm(20, generator=generator).tolist())
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "an epoch", "a part of an epoch"])
+def test_workers_have_the_seeds_that_they_had(before, persistent_workers):
+    arguments = {"num_workers": 2, "persistent_workers": persistent_workers}
+    with loader_of(ShuffledBySeed(), **arguments) as loader:
+        if before != "nothing":
+            for _ in islice(loader, None if before == "an epoch" else 1):
+                pass
+        batches, states = epoch_of(loader)
+    with reading_again(12):
+        assert rest_of(states[3], loader_of(ShuffledBySeed(), **arguments)) == batches[3:]
+
+
+class Drawing(OfIterator):
+    """Every sample is drawn, by torch's default generator."""
+
+    def read(self, position):
+        return torch.randint(10**9, ()).item()
+
+
+@pytest.mark.parametrize("setting", settings((1, False), (1, True), (3, False), (3, True)))
+@pytest.mark.parametrize("num_epochs", [0, 1])
+def test_workers_draw_the_random_numbers_that_they_would_have_drawn(num_epochs, setting):
+    with loader_of(Drawing(), **setting) as loader:
+        for _ in range(num_epochs):
+            list(loader)
+        batches, states = epoch_of(loader)
+    for place, state in enumerate(states):
+        assert rest_of(state, loader_of(Drawing(), **setting)) == batches[place:]
+
+
+class ShuffleBuffer(IterableDataset):
+    """Without a state; what is in the buffer depends on all that was drawn before."""
+
+    def __iter__(self):
+        samples = list(range(5))
+        for sample in range(5, 20):
+            place = torch.randint(len(samples), ()).item()
+            yield samples[place]
+            samples[place] = sample
+        yield from samples
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_what_is_read_again_draws_the_random_numbers_that_it_drew(num_workers):
+    batches, states = epoch_of(loader_of(ShuffleBuffer(), num_workers=num_workers))
+    assert batches[0] != [0, 1, 2, 3]
+    place = 2 * num_workers
+    with reading_again(8 * num_workers):
+        rest = rest_of(states[place], loader_of(ShuffleBuffer(), num_workers=num_workers))
+    assert rest == batches[place:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_loop_that_was_left_can_be_gone_on_with(num_workers):
+    loader = loader_of(OfDataset(), num_workers=num_workers)
+    for batch in loader:
+        if batch[-1] == 7:
+            break
+    assert own_thread_names() == []
+    rest = rest_of(loader.state_dict(), loader_of(OfDataset(), num_workers=num_workers))
+    assert rest == [[8, 9]]
+
+
+# -- what is read, and by whom --------------------------------------------------------------------
+
+
+def values_in(reads):
+    return sorted(reads.get_nowait() for _ in range(reads.qsize()))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator])
+def test_what_has_a_state_reads_only_what_is_left(make, setting):
+    batches, states = epoch_of(loader := loader_of(make(), **setting))
+    loader.close()
+    for place, state in enumerate(states):
+        reads = queue.SimpleQueue()
+        rest_of(state, loader_of(make(reads=reads), **setting))
+        assert values_in(reads) == sorted(samples_of(batches[place:]))
+
+
+def test_what_has_no_state_is_read_from_the_beginning():
+    state = state_after(3, loader_of(Stateless((8, 8, 8)), num_workers=3))
+    reads = queue.SimpleQueue()
+    with reading_again(12):
+        rest_of(state, loader_of(Stateless((8, 8, 8), reads), num_workers=3))
+    assert values_in(reads) == [100 * worker_id + n for worker_id in range(3) for n in range(8)]
+
+
+def test_the_warning_says_how_to_avoid_reading_again():
+    loader = loader_of(Stateless())
+    loader.load_state_dict(state_after(1, loader_of(Stateless())))
+    with pytest.warns(UserWarning, match=r"^4 samples .*state_dict\(\) and load_state_dict\(\)"):
+        iter(loader)
+
+
+def test_the_warning_points_at_the_line_that_iterates():
+    for num_workers in (0, 1):
+        loader = loader_of(Stateless(), num_workers=num_workers)
+        loader.load_state_dict(state_after(1, loader_of(Stateless(), num_workers=num_workers)))
+        with reading_again(4) as warned:
+            iter(loader)
+        assert warned[0].filename == __file__
+
+
+def test_every_worker_goes_on_where_it_was_itself_and_they_take_turns_as_before():
+    sizes = (6, 8, 4)
+    loader = loader_of(OfDataset(sizes), num_workers=3, batch_size=2)
+    state = state_after(5, loader)  # Two of worker 0, two of worker 1, one of worker 2.
+    rest = rest_of(state, loader_of(OfDataset(sizes), num_workers=3, batch_size=2))
+    assert rest == [[202, 203], [4, 5], [104, 105], [106, 107]]
+
+
+@pytest.mark.parametrize("first_size", [2, 4])
+def test_a_worker_that_has_ended_does_not_start_again(first_size):
+    """Whether its end was found out with its last batch or would have been with the next."""
+    sizes = (first_size, 12)
+    state = state_after(3, loader_of(OfDataset(sizes), num_workers=2))
+    reads = queue.SimpleQueue()
+    rest = rest_of(state, loader_of(OfDataset(sizes, reads), num_workers=2))
+    assert rest == [[108, 109, 110, 111]]
+    assert values_in(reads) == [108, 109, 110, 111]
+
+
+@pytest.mark.parametrize("make", [OfDataset, OfIterator, OwnIterator, Stateless])
+def test_what_workers_have_read_ahead_is_not_counted(make):
+    reads = queue.SimpleQueue()
+    sizes = (20, 20)
+    loader = loader_of(make(sizes, reads), num_workers=2, batch_size=2, prefetch_factor=4)
+    iterator = iter(loader)
+    assert next(iterator) == [0, 1]
+    # Both workers make four batches ahead, without being asked.
+    for _ in range(2 * 4 * 2):
+        reads.get(timeout=PATIENCE_SECONDS)
+    state = loader.state_dict()
+    rest = list(iterator)
+    assert rest[0] == [100, 101]
+    with reading_again(2 if make is Stateless else 0):
+        assert rest_of(state, loader_of(make(sizes), num_workers=2, batch_size=2)) == rest
+
+
+@pytest.mark.parametrize("make", [OfDataset, OfIterator, OwnIterator, Nested])
+@pytest.mark.parametrize("num_more", [0, 1, 2, 3])
+def test_a_state_asked_for_before_every_worker_has_delivered_after_a_resume(make, num_more):
+    arguments = {"num_workers": 3, "batch_size": 2}
+    sizes = (6, 6, 6)
+    batches, states = epoch_of(loader_of(make(sizes), **arguments))
+    for place in range(len(batches) - num_more):
+        resumed = loader_of(make(sizes), **arguments)
+        resumed.load_state_dict(states[place])
+        state = state_after(num_more, resumed)
+        rest = rest_of(state, loader_of(make(sizes), **arguments))
+        assert rest == batches[place + num_more :]
+
+
+# -- states are values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_state_does_not_change_while_the_loader_goes_on(num_workers):
+    loader = loader_of(Nested(), num_workers=num_workers, batch_size=1)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    pickled = pickle.dumps(state)
+    assert len(list(iterator)) > 3
+    assert pickle.dumps(state) == pickled
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_state_does_not_change_while_another_loader_goes_on_from_it(num_workers):
+    state = state_after(2, loader_of(Nested(), num_workers=num_workers, batch_size=1))
+    pickled = pickle.dumps(state)
+    rests = []
+    for _ in range(2):
+        loader = loader_of(Nested(), num_workers=num_workers, batch_size=1)
+        loader.load_state_dict(state)
+        rests.append(list(loader))
+    assert pickle.dumps(state) == pickled
+    assert rests[0] == rests[1]
+
+
+def spoil(state):
+    for worker in state["workers"]:
+        worker["dataset"]["position"] = 1
+        worker["num_samples"] = 1
+    state["workers"].pop()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_changing_a_state_does_not_change_the_loader_that_gave_it(num_workers):
+    loader = loader_of(OfDataset(), num_workers=num_workers)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    spoil(state)
+    assert loader.state_dict() == kept
+    del iterator
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_changing_a_state_does_not_change_the_loader_that_has_loaded_it(num_workers):
+    batches, states = epoch_of(loader_of(OfDataset(), num_workers=num_workers))
+    loader = loader_of(OfDataset(), num_workers=num_workers)
+    loader.load_state_dict(states[1])
+    spoil(states[1])
+    assert list(loader) == batches[1:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize("make", [OfDataset, OfBoth, Stateless])
+def test_a_state_goes_through_json(make, num_workers):
+    batches, states = epoch_of(loader_of(make(), num_workers=num_workers))
+    state = json.loads(json.dumps(states[1]))
+    assert state == states[1]
+    with reading_again(4 if make is Stateless else 0):
+        assert rest_of(state, loader_of(make(), num_workers=num_workers)) == batches[1:]
+
+
+def test_a_pickled_loader_goes_on_from_the_state_it_has_loaded():
+    loader = loader_of(OfDataset(), num_workers=3)
+    loader.load_state_dict(state_after(2, loader_of(OfDataset(), num_workers=3)))
+    assert list(pickle.loads(pickle.dumps(loader))) == [[4, 5, 6, 7], [8, 9]]
+
+
+# -- the end of an epoch, and the next one --------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_after_the_end_of_an_epoch_comes_the_next_in_full(make, setting):
+    loader = loader_of(make(), **setting)
+    with loader:
+        list(loader)
+        state = loader.state_dict()
+        later = [list(loader) for _ in range(2)]
+    assert all(later)
+    resumed = loader_of(make(), **setting)
+    resumed.load_state_dict(state)
+    with resumed:
+        assert [list(resumed) for _ in range(2)] == later
+
+
+@pytest.mark.parametrize("setting", settings((0, False), (1, True), (3, True)))
+@pytest.mark.parametrize("make", COUNTING)
+def test_epochs_are_counted_where_the_dataset_lives_on(make, setting):
+    """The tests beside this one compare two runs, which could be wrong in the same way."""
+    state = {}
+    for num_epochs in range(3):
+        loader = loader_of(make(), **setting)
+        with loader:
+            loader.load_state_dict(state)
+            assert {batch[0] // 1000 for batch in loader} == {num_epochs}
+            state = loader.state_dict()
+
+
+@pytest.mark.parametrize("num_epochs", [0, 1])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting, num_epochs):
+    with loader_of(make(), **setting) as loader:
+        for _ in range(num_epochs):
+            list(loader)
+        batches, states = epoch_of(loader)
+        following = list(loader)
+    assert following
+    # From the last states, where workers have ended, there is most to be forgotten.
+    for place in (1, len(batches) - 1, len(batches)):
+        number = num_read_again(batches[:place]) if make is Stateless else 0
+        with loader_of(make(), **setting) as resumed, reading_again(number):
+            resumed.load_state_dict(states[place])
+            assert list(resumed) == batches[place:]
+            assert list(resumed) == following
+
+
+@pytest.mark.parametrize("is_asked_between", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_the_second_epoch_can_be_gone_on_with_as_well(make, setting, is_asked_between):
+    loader = loader_of(make(), **setting)
+    with loader:
+        list(loader)
+        if is_asked_between:
+            loader.state_dict()
+        batches, states = epoch_of(loader)
+    for place, state in enumerate(states):
+        number = num_read_again(batches[:place]) if make is Stateless else 0
+        with reading_again(number):
+            assert rest_of(state, loader_of(make(), **setting)) == batches[place:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_an_epoch_begun_from_the_end_of_another_can_be_gone_on_with(num_workers):
+    setting = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    loader = loader_of(OfIterator(), **setting)
+    list(loader)
+    end = loader.state_dict()
+    loader.close()
+    second = loader_of(OfIterator(), **setting)
+    second.load_state_dict(end)
+    batches, states = epoch_of(second)
+    second.close()
+    for place, state in enumerate(states):
+        assert rest_of(state, loader_of(OfIterator(), **setting)) == batches[place:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_the_state_of_the_end_is_the_same_when_asked_for_twice(num_workers):
+    loader = loader_of(OfDataset(), num_workers=num_workers)
+    list(loader)
+    assert loader.state_dict() == loader.state_dict()
+
+
+def test_an_empty_dataset_stays_empty_when_its_end_is_restored():
+    loader = loader_of(OfDatasetAtEnd((0,)))
+    assert list(loader) == []
+    assert rest_of(loader.state_dict(), loader_of(OfDatasetAtEnd((0,)))) == []
+
+
+# -- before the first batch -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_a_state_from_before_any_iteration_gives_a_whole_epoch(make, setting):
+    loader = loader_of(make(), **setting)
+    state = loader.state_dict()
+    with loader:
+        batches = list(loader)
+    assert rest_of(state, loader_of(make(), **setting)) == batches
+
+
+def test_asking_for_a_state_starts_no_worker():
+    loader = loader_of(OfDataset(), num_workers=3)
+    loader.state_dict()
+    iterator = iter(loader)
+    loader.state_dict()
+    assert own_thread_names() == []
+    del iterator
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize("num_batches", [None, 0, 1])
+def test_where_the_dataset_stood_at_first_is_part_of_the_state(num_batches, num_workers):
+    dataset = OfDataset((8, 8, 8))
+    dataset.load_state_dict({"position": 5, "epoch": 7})
+    loader = loader_of(dataset, num_workers=num_workers, batch_size=1)
+    with loader:
+        iterator = None if num_batches is None else iter(loader)
+        for _ in range(num_batches or 0):
+            next(iterator)
+        state = loader.state_dict()
+        rest = list(loader if iterator is None else iterator)
+    fresh = OfDataset((8, 8, 8))
+    assert rest_of(state, loader_of(fresh, num_workers=num_workers, batch_size=1)) == rest
+
+
+class OnlyWhileIterated(Shards):
+    """Has no state before `__iter__` has made one."""
+
+    start = 0
+
+    def __iter__(self):
+        self.positions = iter(range(self.start, self.size))
+        self.start = 0
+        return (self.read(position) for position in self.positions)
+
+    def state_dict(self):
+        return {"num_left": self.positions.__length_hint__()}
+
+    def load_state_dict(self, state):
+        self.start = self.size - state["num_left"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_dataset_may_have_a_state_only_while_it_is_iterated(num_workers):
+    batches, states = epoch_of(loader_of(OnlyWhileIterated(), num_workers=num_workers))
+    for place, state in enumerate(states):
+        rest = rest_of(state, loader_of(OnlyWhileIterated(), num_workers=num_workers))
+        assert rest == batches[place:]
+    state = loader_of(OnlyWhileIterated(), num_workers=num_workers).state_dict()
+    assert rest_of(state, loader_of(OnlyWhileIterated(), num_workers=num_workers)) == batches
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_an_empty_dict_changes_nothing(num_workers):
+    batches, states = epoch_of(loader_of(OfDataset(), num_workers=num_workers))
+    loader = loader_of(OfDataset(), num_workers=num_workers)
+    loader.load_state_dict({})
+    assert list(loader) == batches
+    loader = loader_of(OfDataset(), num_workers=num_workers)
+    loader.load_state_dict(states[1])
+    loader.load_state_dict({})
+    assert list(loader) == batches[1:]
+
+
+def test_an_empty_dict_leaves_persistent_workers_alone():
+    loader = loader_of(OfDataset(), num_workers=2, persistent_workers=True)
+    with loader:
+        list(loader)
+        loader.load_state_dict({})
+        assert len(own_thread_names()) == 2
+        assert next(iter(loader)) == [1000, 1001, 1002, 1003]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator])
+def test_a_loaded_state_is_given_back_until_a_batch_is_delivered(make, setting):
+    loader = loader_of(make(), **setting)
+    with loader:
+        _, states = epoch_of(loader)
+        states.append(loader.state_dict())
+    for state in states:
+        resumed = loader_of(make(), **setting)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+    resumed = loader_of(make(), **setting)
+    resumed.load_state_dict(states[1])
+    iterator = iter(resumed)
+    assert resumed.state_dict() == states[1]
+    del iterator
+    resumed.close()
+
+
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize("num_more", [0, 2, None])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_living_workers_go_back_to_a_loaded_state(make, num_workers, num_more):
+    loader = loader_of(make(), num_workers=num_workers, persistent_workers=True, batch_size=2)
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        for _ in islice(iterator, num_more):
+            pass
+        loader.load_state_dict(state)
+        whole = list(loader_of(make(), num_workers=num_workers, batch_size=2))
+        with reading_again(2 if make is Stateless else 0):
+            assert list(loader) == whole[1:]
+        del iterator
+        assert len(own_thread_names()) == num_workers
+
+
+@pytest.mark.parametrize("make", [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator])
+def test_the_dataset_of_the_calling_thread_goes_back_to_a_loaded_state(make):
+    loader = loader_of(make())
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    loader.load_state_dict(state)
+    assert list(loader) == rest
+
+
+# -- other arguments than those of the run that was saved -----------------------------------------
+
+
+@pytest.mark.parametrize("make", [OfDataset, OfIterator, OwnIterator, Stateless])
+def test_the_rest_can_be_read_in_batches_of_another_size(make):
+    state = state_after(1, loader_of(make()))
+    with reading_again(4 if make is Stateless else 0):
+        rest = rest_of(state, loader_of(make(), batch_size=5))
+    assert rest == [[4, 5, 6, 7, 8], [9]]
+
+    sizes = (9, 6, 4)
+    state = state_after(2, loader_of(make(sizes), num_workers=3))
+    with reading_again(8 if make is Stateless else 0):
+        rest = rest_of(state, loader_of(make(sizes), num_workers=3, batch_size=3))
+    assert rest == [[200, 201, 202], [4, 5, 6], [104, 105], [203], [7, 8]]
+    with reading_again(8 if make is Stateless else 0):
+        rest = rest_of(state, loader_of(make(sizes), num_workers=3, batch_size=None))
+    assert rest[:6] == [[200], [4], [104], [201], [5], [105]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+def test_one_worker_goes_on_for_the_calling_thread_and_the_other_way_round(make, before, after):
+    batches, states = epoch_of(loader_of(make(), num_workers=before))
+    for place, state in enumerate(states):
+        number = num_read_again(batches[:place]) if make is Stateless else 0
+        with reading_again(number):
+            assert rest_of(state, loader_of(make(), num_workers=after)) == batches[place:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0), (1, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize("make", [OfDataset, Stateless])
+def test_another_number_of_workers_is_refused_and_the_loader_stays_usable(make, before, after):
+    state = state_after(1, loader_of(make(), num_workers=before))
+    loader = loader_of(make(), num_workers=after)
+    message = rf"num_workers={before}, but this DataLoader has {after}\b.* Set num_workers={before}"
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict(state)
+    assert list(loader) == list(loader_of(make(), num_workers=after))
+
+
+def test_any_number_of_workers_can_begin_an_epoch_of_which_nothing_was_delivered():
+    loader = loader_of(OfIterator(), num_workers=3)
+    assert rest_of(loader.state_dict(), loader_of(OfIterator(), num_workers=1)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_state_that_does_not_fit_leaves_the_loader_as_it_was(persistent_workers):
+    loader = loader_of(OfDataset(), num_workers=3, persistent_workers=persistent_workers)
+    batches, states = epoch_of(loader_of(OfDataset(), num_workers=3))
+    unfit = state_after(1, loader_of(OfDataset(), num_workers=1))
+    with loader:
+        loader.load_state_dict(states[1])
+        with pytest.raises(ValueError, match="num_workers=1"):
+            loader.load_state_dict(unfit)
+        iterator = iter(loader)
+        assert next(iterator) == batches[1]
+        with pytest.raises(ValueError, match="num_workers=1"):
+            loader.load_state_dict(unfit)
+        assert loader.state_dict() == states[2]
+        assert list(iterator) == batches[2:]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("thread", "multiprocessing"), ("multiprocessing", "thread")]
+)
+def test_a_state_of_another_kind_of_workers_is_refused(before, after):
+    state = loader_of(OfDataset(), num_workers=1, worker_method=before).state_dict()
+    loader = loader_of(OfDataset(), num_workers=1, worker_method=after)
+    with pytest.raises(ValueError, match=f'worker_method="{before}", but .* has "{after}"'):
+        loader.load_state_dict(state)
+
+
+def test_a_state_of_a_map_style_dataset_is_refused_and_the_other_way_round():
+    iterable, mapped = loader_of(OfDataset()), loader_of(Squares())
+    with pytest.raises(ValueError, match=r"of a map-style dataset, but .* has an IterableDataset"):
+        iterable.load_state_dict(mapped.state_dict())
+    with pytest.raises(ValueError, match=r"of an IterableDataset, but .* has a map-style dataset"):
+        mapped.load_state_dict(iterable.state_dict())
+    assert len(list(iterable)) == 3
+
+
+def test_a_state_without_one_of_its_parts_is_refused():
+    state = state_after(2, loader_of(OfDataset(), num_workers=3))
+    loader = loader_of(OfDataset(), num_workers=3)
+    # What is None is not used: only a datapipe has a seed for shuffling.
+    keys = [key for key, value in state.items() if value is not None]
+    assert {"dataset", "num_workers", "base_seed", "workers"} <= set(keys)
+    for key in keys:
+        part = {other: value for other, value in state.items() if other != key}
+        with pytest.raises(ValueError, match=f"has no '{key}'"):
+            loader.load_state_dict(part)
+    assert len(list(loader)) == 4
+
+
+def test_a_state_without_a_part_of_one_worker_is_refused():
+    state = state_after(2, loader_of(OfDataset(), num_workers=3))
+    loader = loader_of(OfDataset(), num_workers=3)
+    # Without the dataset's state, it is the state of a dataset that has none.
+    keys = set(state["workers"][1]) - {"dataset"}
+    assert {"worker", "num_samples", "has_ended"} <= keys
+    for key in keys:
+        part = copy.deepcopy(state)
+        del part["workers"][1][key]
+        with pytest.raises(ValueError, match=rf"\['workers'\]\[1\] has no '{key}'"):
+            loader.load_state_dict(part)
+    assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_of_a_datapipe_without_its_seed_is_refused(num_workers):
+    state = state_after(1, loader_of(shuffled_pipe(), num_workers=num_workers))
+    del state["shared_seed"]
+    with pytest.raises(ValueError, match="has no 'shared_seed'"):
+        loader_of(shuffled_pipe(), num_workers=num_workers).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (None, TypeError, "must be a dict"),
+        ([], TypeError, "must be a dict"),
+        ({"model": 1}, ValueError, "not made by spdl_torch.*'model'"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, error, message):
+    with pytest.raises(error, match=message):
+        loader_of(OfDataset()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_of_a_dataset_that_has_none_any_more_is_refused(num_workers):
+    state = state_after(2, loader_of(OfDataset(), num_workers=num_workers))
+    loader = loader_of(Stateless(), num_workers=num_workers)
+    with pytest.raises((AttributeError, ValueError), match="load_state_dict"):
+        rest_of(state, loader)
+
+
+# -- worker processes -----------------------------------------------------------------------------
+
+
+def processes_of(dataset, **arguments):
+    return loader_of(dataset, **({"num_workers": 2} | arguments), worker_method="multiprocessing")
+
+
+PAIR = (10, 4)
+
+
+@pytest.mark.parametrize(("make", "num_batches"), [(OfDataset, 1), (Stateless, 4)])
+def test_worker_processes_read_again_what_they_had_delivered(make, num_batches):
+    whole = list(loader_of(make(PAIR), num_workers=2))
+    state = state_after_in_processes(num_batches, processes_of(make(PAIR)))
+    loader = processes_of(make(PAIR))
+    loader.load_state_dict(state)
+    with reading_again(num_batches, "batches"):
+        assert list(loader) == whole[num_batches:]
+
+
+def state_after_in_processes(num_batches, loader):
+    # Without close: whoever drops the iterator ends torch's processes.
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    return loader.state_dict()
+
+
+def test_persistent_worker_processes_go_back_to_a_loaded_state():
+    loader = processes_of(Stateless(PAIR), persistent_workers=True)
+    state = state_after_in_processes(1, loader)
+    loader.load_state_dict(state)
+    with reading_again(1, "batches"):
+        rest = list(loader)
+    whole = list(loader)
+    assert (len(rest), rest) == (3, whole[1:])
+
+
+def test_after_the_end_of_an_epoch_worker_processes_begin_the_next_in_full():
+    loader = processes_of(Stateless(PAIR))
+    batches = list(loader)
+    resumed = processes_of(Stateless(PAIR))
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == batches
+
+
+def test_the_second_epoch_of_worker_processes_can_be_gone_on_with():
+    loader = processes_of(Stateless(PAIR))
+    list(loader)
+    loader.state_dict()
+    state = state_after_in_processes(1, loader)
+    resumed = processes_of(Stateless(PAIR))
+    resumed.load_state_dict(state)
+    with reading_again(1, "batches"):
+        rest = list(resumed)
+    assert rest == [[100, 101, 102, 103], [4, 5, 6, 7], [8, 9]]
+
+
+def test_another_number_of_worker_processes_is_refused():
+    state = state_after_in_processes(1, processes_of(Stateless(PAIR)))
+    for num_workers in (1, 0):
+        loader = processes_of(Stateless(PAIR), num_workers=num_workers)
+        with pytest.raises(ValueError, match=rf"num_workers=2, but .* has {num_workers}\b"):
+            loader.load_state_dict(state)
+
+
+def test_the_calling_thread_and_worker_processes_refuse_each_others_states():
+    state = state_after(1, loader_of(Stateless()))
+    with pytest.raises(ValueError, match=r'worker_method="thread", but .* has "multiprocessing"'):
+        processes_of(Stateless(), num_workers=1).load_state_dict(state)
+    state = state_after_in_processes(1, processes_of(Stateless(), num_workers=1))
+    with pytest.raises(ValueError, match=r'worker_method="multiprocessing", but .* has "thread"'):
+        processes_of(Stateless(), num_workers=0).load_state_dict(state)
+
+
+def test_worker_processes_refuse_another_batch_size_because_they_count_batches():
+    state = state_after_in_processes(1, processes_of(Stateless(PAIR)))
+    with pytest.raises(ValueError, match="batch_size=4, but this DataLoader has 2"):
+        processes_of(Stateless(PAIR), batch_size=2).load_state_dict(state)
+
+
+def test_worker_processes_shuffle_a_datapipe_as_they_did():
+    loader = processes_of(shuffled_pipe(), batch_size=2)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    loader.load_state_dict(state)
+    with reading_again(1, "batches"):
+        assert list(loader) == rest
+
+
+def test_worker_processes_without_order_cannot_say_how_far_they_are():
+    loader = processes_of(Stateless(PAIR), in_order=False)
+    with pytest.raises(RuntimeError, match='worker_method="thread" or in_order=True'):
+        loader.state_dict()
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class FailsToSave(OfIterator):
+    """Raises in `state_dict`, once or after every read from some place on."""
+
+    def __init__(self, sizes, bad_position, error, is_lasting=False):
+        super().__init__(sizes)
+        self.bad_position = bad_position
+        self.error = error
+        self.is_lasting = is_lasting
+
+    def __iter__(self):
+        return FailingCursor(self)
+
+
+class FailingCursor(Cursor):
+    def state_dict(self):
+        bad_position = self.dataset.bad_position
+        if self.position == bad_position or (
+            self.dataset.is_lasting and self.position > bad_position
+        ):
+            raise self.dataset.error
+        return super().state_dict()
+
+
+def outcomes_of(iterator, most=30):
+    """The batches of an iterator, with the types of the errors in their places."""
+    outcomes = []
+    for _ in range(most):
+        try:
+            outcomes.append(next(iterator))
+        except StopIteration:
+            return outcomes
+        except Exception as error:
+            outcomes.append(type(error))
+    raise AssertionError(f"the epoch does not end: {outcomes[-3:]}")
+
+
+@pytest.mark.parametrize("error", [LookupError("bad"), StopIteration("bad")])
+def test_an_error_in_state_dict_reaches_the_loop_at_its_batch(error):
+    loader = loader_of(FailsToSave((12, 12), 8, error), num_workers=2)
+    expected = RuntimeError if isinstance(error, StopIteration) else LookupError
+    assert outcomes_of(iter(loader)) == [
+        [0, 1, 2, 3],
+        [100, 101, 102, 103],
+        expected,
+        expected,
+        [8, 9, 10, 11],
+        [108, 109, 110, 111],
+    ]
+
+
+def test_an_epoch_ends_even_if_every_state_dict_raises():
+    dataset = FailsToSave((8, 8), 0, LookupError(), is_lasting=True)
+    loader = loader_of(dataset, num_workers=2)
+    with loader:
+        outcomes = outcomes_of(iter(loader))
+    assert set(outcomes) == {LookupError}
+
+
+def test_an_error_in_state_dict_of_the_calling_thread_reaches_who_asks_for_the_state():
+    loader = loader_of(FailsToSave((12,), 4, LookupError("bad")))
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(LookupError, match="bad"):
+        loader.state_dict()
+    assert next(iterator) == [4, 5, 6, 7]
+    rest = rest_of(loader.state_dict(), loader_of(OfIterator((12,))))
+    assert rest == [[8, 9, 10, 11]]
+
+
+def test_the_calling_thread_asks_for_no_state_that_nobody_wants():
+    loader = loader_of(FailsToSave((8,), 0, LookupError(), is_lasting=True))
+    for _ in range(2):
+        assert list(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class FailsToLoad(OfDataset):
+    """Worker 1, or the calling thread, cannot be given its state back."""
+
+    def load_state_dict(self, state):
+        if self.worker_id == 1 or get_worker_info() is None:
+            raise LookupError("bad")
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_an_error_in_load_state_dict_reaches_the_loop_at_its_workers_batch(persistent_workers):
+    sizes = (8, 8, 8)
+    state = state_after(3, loader_of(OfDataset(sizes), num_workers=3))
+    loader = loader_of(FailsToLoad(sizes), num_workers=3, persistent_workers=persistent_workers)
+    with loader:
+        loader.load_state_dict(state)
+        assert outcomes_of(iter(loader)) == [[4, 5, 6, 7], LookupError, [204, 205, 206, 207]]
+        # Without the state, the workers' datasets are where the epoch has left them.
+        again = list(loader)
+        assert [batch[0] % 1000 for batch in again] == [0, 100, 200, 4, 104, 204]
+
+
+def test_an_error_in_load_state_dict_of_the_calling_thread_reaches_who_iterates():
+    loader = loader_of(FailsToLoad())
+    loader.load_state_dict(state_after(1, loader_of(OfDataset())))
+    with pytest.raises(LookupError, match="bad"):
+        iter(loader)
+    assert len(list(loader)) == 3
+
+
+class FailsToRead(OfIterator):
+    """Cannot read one sample of worker 1 or, alone, of its own; goes on behind it."""
+
+    def read(self, position):
+        if position == 1 and self.worker_id == (1 if self.sizes[1:] else 0):
+            raise LookupError
+        return super().read(position)
+
+
+class FailsToReadStateless(FailsToRead):
+    def __iter__(self):
+        # A generator would not go on.
+        return map(self.read, range(self.size))
+
+
+@pytest.mark.parametrize("make", [FailsToRead, FailsToReadStateless])
+@pytest.mark.parametrize(
+    ("num_workers", "outcomes"),
+    [
+        (0, [[0], LookupError, [2], [3]]),
+        (1, [[0], LookupError, [2], [3]]),
+        (3, [[0], [100], [200], [1], LookupError, [201], [2], [102], [202], [3], [103], [203]]),
+    ],
+)
+def test_a_sample_that_could_not_be_read_is_behind_those_who_have_had_its_error(
+    make, num_workers, outcomes
+):
+    def loader_to_fail():
+        dataset = make((4,) * max(1, num_workers))
+        return loader_of(dataset, batch_size=1, num_workers=num_workers)
+
+    for place in range(len(outcomes) + 1):
+        with loader_to_fail() as loader, loader_to_fail() as resumed:
+            iterator = iter(loader)
+            for _ in range(place):
+                with contextlib.suppress(LookupError):
+                    next(iterator)
+            resumed.load_state_dict(loader.state_dict())
+            with reading_again(place if make is FailsToReadStateless else 0):
+                assert outcomes_of(iter(resumed)) == outcomes[place:]
+
+
+class FailsToCollate(OfIterator):
+    def collate(self, samples):
+        if 2 in samples:
+            raise LookupError
+        return samples
+
+
+class FailsToCollateStateless(Stateless):
+    collate = FailsToCollate.collate
+
+
+@pytest.mark.parametrize("make", [FailsToCollate, FailsToCollateStateless])
+@pytest.mark.parametrize(
+    ("num_workers", "outcomes"),
+    [
+        (0, [[0, 1], LookupError, [4, 5], [6, 7]]),
+        (1, [[0, 1], LookupError, [4, 5], [6, 7]]),
+        (2, [[0, 1], [100, 101], LookupError, [102, 103], [4, 5], [104, 105], [6, 7], [106, 107]]),
+    ],
+)
+def test_a_batch_that_could_not_be_collated_is_behind_those_who_have_had_its_error(
+    make, num_workers, outcomes
+):
+    def loader_to_fail():
+        dataset = make((8, 8))
+        return loader_of(dataset, num_workers=num_workers, batch_size=2, collate_fn=dataset.collate)
+
+    for place in range(len(outcomes) + 1):
+        with loader_to_fail() as loader, loader_to_fail() as resumed:
+            iterator = iter(loader)
+            for _ in range(place):
+                with contextlib.suppress(LookupError):
+                    next(iterator)
+            resumed.load_state_dict(loader.state_dict())
+            with reading_again(2 * place if make is FailsToCollateStateless else 0):
+                assert outcomes_of(iter(resumed)) == outcomes[place:]

@@ -1,0 +1,363 @@
+"""When a state is saved and loaded, and what it means then."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.utils.data
+
+from spdl_torch import DataLoader
+
+from .datasets import Indices
+from .resuming import (
+    ARGUMENTS,
+    DRAW_FROM_THE_GLOBAL_GENERATOR,
+    PROCESSES,
+    SOME,
+    WORKERS,
+    Torchdatas,
+    all_ways,
+    batches,
+    interrupted_run,
+    loader_of,
+    restored,
+    restored_batches,
+    saved,
+    take,
+)
+
+STATEFUL = ("stateful sampler", "stateful iterator", "torchdata's sampler")
+
+
+# -- before, in and after an epoch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@all_ways
+def test_a_state_before_the_first_batch_is_the_whole_epoch(name, workers, has_begun):
+    torch.manual_seed(7)
+    with loader_of(name, **WORKERS[workers]) as loader:
+        iterator = iter(loader) if has_begun else None
+        state = saved(loader)
+        expected = batches(loader if iterator is None else iterator)
+    assert restored_batches(name, state, **WORKERS[workers]) == expected
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("name", DRAW_FROM_THE_GLOBAL_GENERATOR)
+def test_the_order_of_a_saved_epoch_is_decided_whoever_draws_from_the_generator(name, has_begun):
+    torch.manual_seed(7)
+    loader = loader_of(name)
+    iterator = iter(loader) if has_begun else None
+    state = saved(loader)
+    torch.rand(5)
+    expected = batches(loader if iterator is None else iterator)
+    assert restored_batches(name, state) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", SOME)
+def test_there_is_a_state_after_every_batch(name, num_workers):
+    torch.manual_seed(7)
+    with loader_of(name, num_workers=num_workers) as loader:
+        expected = batches(loader)
+    torch.manual_seed(7)
+    with loader_of(name, num_workers=num_workers) as loader:
+        states = [saved(loader) for _ in loader]
+    assert len(states) == len(expected)
+    for number, state in enumerate(states, 1):
+        assert restored_batches(name, state, num_workers=num_workers) == expected[number:]
+
+
+@all_ways
+def test_a_state_of_the_last_batch_has_nothing_left_but_the_epochs_to_come(name, workers):
+    torch.manual_seed(7)
+    with loader_of(name, **WORKERS[workers]) as loader:
+        num_batches = len(batches(loader))
+        iterator = iter(loader)
+        take(iterator, num_batches)
+        state = saved(loader)
+        assert batches(iterator) == []
+        expected = batches(loader)
+    with restored(name, state, **WORKERS[workers]) as loader:
+        assert batches(loader) == []
+        following = batches(loader)
+        assert len(following) == num_batches
+        if name not in DRAW_FROM_THE_GLOBAL_GENERATOR:
+            assert following == expected
+
+
+@all_ways
+def test_a_state_of_an_ended_epoch_is_the_next_epoch(name, workers):
+    torch.manual_seed(7)
+    with loader_of(name, **WORKERS[workers]) as loader:
+        batches(loader)
+        state = saved(loader)
+        expected = batches(loader)
+    assert restored_batches(name, state, **WORKERS[workers]) == expected
+
+
+@pytest.mark.parametrize("name", DRAW_FROM_THE_GLOBAL_GENERATOR)
+def test_the_order_of_the_next_epoch_is_decided_once_it_is_saved(name):
+    torch.manual_seed(7)
+    with loader_of(name, num_workers=2) as loader:
+        batches(loader)
+        state = saved(loader)
+        torch.rand(5)  # As an evaluation might do.
+        expected = batches(loader)
+    assert restored_batches(name, state, num_workers=2) == expected
+
+
+@pytest.mark.parametrize("name", ["shuffle", "stateful sampler"])
+def test_an_ended_epoch_of_worker_processes_is_followed_by_the_next(name):
+    torch.manual_seed(7)
+    loader = loader_of(name, persistent_workers=True, **PROCESSES)
+    batches(loader)
+    state = saved(loader)
+    expected = batches(loader)
+    assert restored_batches(name, state, **PROCESSES) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", SOME)
+def test_a_state_outlives_its_iterator(name, num_workers):
+    torch.manual_seed(7)
+    expected = batches(loader_of(name))[2:]
+    torch.manual_seed(7)
+    loader = loader_of(name, num_workers=num_workers)
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            break
+    assert restored_batches(name, saved(loader)) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_off_epoch_is_followed_by_a_whole_one(num_workers):
+    with loader_of("DistributedRandomSampler", num_workers=num_workers) as loader:
+        take(iter(loader), 2)
+        loader.state_dict()
+        assert len(batches(loader)) == len(loader)
+
+
+# -- what loading does ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", ["caller", "persistent threads"])
+@pytest.mark.parametrize("name", SOME)
+def test_a_loaded_state_is_for_the_next_iterator_alone(name, workers):
+    with loader_of(name, **WORKERS[workers]) as loader:
+        whole_length = len(batches(loader))
+        iterator = iter(loader)
+        take(iterator, 2)
+        state = saved(loader)
+        loader.load_state_dict(state)
+        if name not in STATEFUL:  # They have one position for all their iterators.
+            assert len(batches(iterator)) == whole_length - 2  # Goes on as if nothing had happened.
+        assert len(batches(loader)) == whole_length - 2
+        assert len(batches(loader)) == whole_length
+
+
+@pytest.mark.parametrize("workers", ["caller", "persistent threads"])
+@pytest.mark.parametrize("name", SOME)
+def test_a_loader_can_be_taken_back(name, workers):
+    with loader_of(name, **WORKERS[workers]) as loader:
+        iterator = iter(loader)
+        take(iterator, 2)
+        state = saved(loader)
+        rest = batches(iterator)
+        for _ in range(2):
+            loader.load_state_dict(state)
+            assert batches(loader) == rest
+
+
+def test_an_empty_state_changes_nothing():
+    loader = loader_of("in sequence")
+    loader.load_state_dict({})
+    assert len(batches(loader)) == len(loader)
+    take(iter(loader), 2)
+    state = saved(loader)
+    loader.load_state_dict(state)
+    loader.load_state_dict({})
+    assert len(batches(loader)) == len(loader) - 2
+
+
+@pytest.mark.parametrize("num_batches", [0, 2])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_loaded_state_can_be_saved_again_as_it_was(name, num_batches):
+    state, _ = interrupted_run(name, num_batches)
+    assert saved(restored(name, state)) == state
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", SOME)
+def test_a_restored_epoch_that_has_not_begun_can_be_saved_again(name, num_workers):
+    state, rest = interrupted_run(name, 2, num_workers=num_workers)
+    with restored(name, state, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        again = saved(loader)
+        assert batches(iterator) == rest
+    assert restored_batches(name, again, num_workers=num_workers) == rest
+
+
+def test_snapshots_need_no_steps_of_their_own():
+    state, rest = interrupted_run("in sequence", 2, snapshot_every_n_steps=1000)
+    assert restored_batches("in sequence", state) == rest
+
+
+# -- what a state is ------------------------------------------------------------------------------
+
+
+def assert_plain(value):
+    assert type(value) in (dict, list, str, int, float, bool, type(None)), value
+    for part in value.values() if isinstance(value, dict) else value if type(value) is list else ():
+        assert_plain(part)
+
+
+def damage(value):
+    """Take everything out of a state, from the inside."""
+    for part in list(value.values()) if isinstance(value, dict) else value:
+        if isinstance(part, dict | list):
+            damage(part)
+    value.clear()
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_state_is_made_of_plain_types(name):
+    loader = loader_of(name)
+    assert_plain(loader.state_dict())
+    iterator = iter(loader)
+    assert_plain(loader.state_dict())
+    for _ in iterator:
+        assert_plain(loader.state_dict())
+    assert_plain(loader.state_dict())
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_state_does_not_change_with_the_loader_nor_the_loader_with_it(name):
+    loader = loader_of(name)
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    damage(loader.state_dict())
+    assert loader.state_dict() == kept
+    rest = batches(iterator)
+    assert state == kept
+    assert restored_batches(name, state) == rest
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_loaded_state_may_be_changed_afterwards(name):
+    state, rest = interrupted_run(name, 2)
+    loader = restored(name, state)
+    damage(state)
+    assert batches(loader) == rest
+
+
+# -- epochs of samplers ---------------------------------------------------------------------------
+
+WITH_EPOCHS = ("DistributedRandomSampler", "torch's DistributedSampler", "torchdata's sampler")
+
+
+def epoch_of(name, epoch):
+    loader = loader_of(name)
+    loader.set_epoch(epoch)
+    return batches(loader)
+
+
+@pytest.mark.parametrize("name", WITH_EPOCHS)
+def test_the_epoch_of_the_sampler_is_restored(name):
+    state, _ = interrupted_run(name, 2)
+    assert restored(name, state).sampler.epoch == 3
+
+
+def test_the_seed_of_the_sampler_is_restored():
+    state, _ = interrupted_run("DistributedRandomSampler", 2)
+    assert restored("DistributedRandomSampler", state).sampler.seed == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("name", WITH_EPOCHS)
+def test_choosing_the_saved_epoch_keeps_the_place(name, has_begun, num_workers):
+    """Some frameworks choose it after they have made the iterator."""
+    state, rest = interrupted_run(name, 2)
+    with restored(name, state, num_workers=num_workers) as loader:
+        iterator = iter(loader) if has_begun else None
+        loader.set_epoch(3)
+        assert batches(loader if iterator is None else iterator) == rest
+        loader.set_epoch(4)
+        assert batches(loader) == epoch_of(name, 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("name", WITH_EPOCHS)
+def test_choosing_another_epoch_begins_that_one_with_a_warning(name, has_begun, num_workers):
+    state, _ = interrupted_run(name, 2)
+    with restored(name, state, num_workers=num_workers) as loader:
+        iterator = iter(loader) if has_begun else None
+        loader.set_epoch(5)
+        with pytest.warns(UserWarning, match="set_epoch.. has chosen another epoch"):
+            seen = batches(loader if iterator is None else iterator)
+    assert seen == epoch_of(name, 5)
+
+
+@pytest.mark.parametrize("name", WITH_EPOCHS)
+def test_after_another_epoch_was_chosen_its_state_is_saved(name):
+    state, _ = interrupted_run(name, 2)
+    loader = restored(name, state)
+    loader.set_epoch(5)
+    again = saved(loader)
+    assert restored_batches(name, again) == epoch_of(name, 5)
+
+
+@pytest.mark.parametrize("name", WITH_EPOCHS)
+def test_choosing_the_epoch_after_an_ended_one_needs_no_warning(name):
+    loader = loader_of(name)
+    loader.set_epoch(3)
+    batches(loader)
+    state = saved(loader)
+    loader = restored(name, state)
+    loader.set_epoch(4)
+    assert batches(loader) == epoch_of(name, 4)
+
+
+@pytest.mark.parametrize("name", WITH_EPOCHS)
+def test_choosing_the_next_epoch_early_does_not_change_the_state_of_this_one(name):
+    loader = loader_of(name)
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    take(iterator, 2)
+    loader.set_epoch(4)
+    state = saved(loader)
+    assert restored_batches(name, state) == batches(iterator)
+
+
+def test_a_sampler_without_set_epoch_is_iterated_in_the_epochs_after_the_restored_one():
+    state, _ = interrupted_run("DistributedRandomSampler", 2)
+    loader = restored("DistributedRandomSampler", state)
+    batches(loader)
+    assert batches(loader) == epoch_of("DistributedRandomSampler", 4)
+
+
+def test_the_loader_chooses_the_epoch_of_whichever_sampler_has_epochs():
+    class Batches:
+        def __init__(self, sampler):
+            self.sampler = sampler
+
+        def __iter__(self):
+            return iter([[0]])
+
+    for arguments in (
+        {"sampler": Torchdatas()},
+        {"batch_sampler": torch.utils.data.BatchSampler(Torchdatas(), 2, drop_last=False)},
+        {"batch_sampler": Batches(Torchdatas())},
+    ):
+        loader = DataLoader(Indices(), **arguments)
+        loader.set_epoch(6)
+        (sampler,) = arguments.values()
+        assert getattr(sampler, "sampler", sampler).epoch == 6
+    loader_of("shuffle").set_epoch(6)  # Has none.

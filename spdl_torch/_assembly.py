@@ -34,9 +34,8 @@ from ._pipeline import (
     Record,
     ThreadStage,
 )
-from ._progress import IterableProgress, MapProgress, Progress
+from ._progress import IterableProgress, MapProgress, Progress, SampleCount
 from ._randomness import RandomnessOfSamples, SampleGenerators, seed_as_worker_process
-from ._reader import SampleCount
 from ._worker_info import set_worker_info
 
 if TYPE_CHECKING:

@@ -35,23 +35,11 @@ MAY_IMPORT = {
         "_pipeline",
         "_progress",
         "_randomness",
-        "_reader",
         "_worker_info",
     },
     "_dataset": {"_event_loop"},
-    "_progress": {
-        "_dataloader",  # for its type alone
-        "_order",
-        "_pipeline",  # for its type alone
-        "_ranges",
-        "_reader",
-        "_saved",
-    },
-    "_order": {"_ranges", "_sampler", "_saved"},
     "_randomness": {"_permutation"},
-    "_reader": {"_saved"},
     "_sampler": {"_permutation", "_ranges"},
-    "_saved": {"_ranges"},
 }
 """Imports go down. An operation never imports its neighbour."""
 

@@ -655,6 +655,16 @@ def test_the_state_of_the_end_is_the_same_when_asked_for_twice(num_workers):
     assert loader.state_dict() == loader.state_dict()
 
 
+@pytest.mark.parametrize("is_asked_between", [False, True])
+def test_what_is_done_to_the_dataset_between_two_epochs_is_not_undone(is_asked_between):
+    loader = loader_of(OfDataset())
+    list(loader)
+    if is_asked_between:
+        loader.state_dict()
+    loader.dataset.epoch = 7
+    assert list(loader) == [[7000, 7001, 7002, 7003], [7004, 7005, 7006, 7007], [7008, 7009]]
+
+
 def test_an_empty_dataset_stays_empty_when_its_end_is_restored():
     loader = loader_of(OfDatasetAtEnd((0,)))
     assert list(loader) == []

@@ -94,7 +94,13 @@ class Reader:
     @staticmethod
     def bookmark_at_first(dataset: Any) -> dict[str, Any]:
         """The bookmark of a reader that has not been opened."""
-        return _bookmark(0, has_ended=False) | {"dataset": state_of(dataset)}
+        bookmark = _bookmark(0, has_ended=False)
+        # It may have no state before it is iterated, and one that is its own iterator could not be
+        # given it. Then it begins anew.
+        if not hasattr(dataset, "__next__"):
+            with contextlib.suppress(Exception):
+                bookmark["dataset"] = state_of(dataset)
+        return bookmark
 
     def _open(self) -> Any:
         fetcher = _IterableDatasetFetcher(self._dataset, self._batched, _as_it_is, self._drop_last)
@@ -120,13 +126,15 @@ class Reader:
         num_samples = saved.integer("num_samples")
         if saved.flag("has_ended"):
             self._fetcher.ended = self._had_ended = True
+            if self._iterator is self._dataset and "iterator" in saved:
+                self._iterator.load_state_dict(saved.anything("iterator"))
         elif "iterator" in saved:
             self._iterator.load_state_dict(saved.anything("iterator"))
         elif "dataset" not in saved:
             for _ in range(num_samples):
                 # What could not be read has been reported, and will be at its end after that.
                 with contextlib.suppress(Exception):
-                    next(self._iterator)
+                    next(self._fetcher.dataset_iter)
         self._count.number = num_samples
 
 

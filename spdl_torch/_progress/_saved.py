@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ._ranges import Ranges
+from .._ranges import Ranges
 
 __all__ = ["Saved", "is_stateful", "state_of"]
 

@@ -1,0 +1,196 @@
+"""Ranges, against what a plain set of numbers does."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spdl_torch._ranges import Ranges
+
+LARGEST = 40
+"""Small enough for ranges to meet, overlap and swallow each other in most examples."""
+
+numbers = st.integers(0, LARGEST)
+pairs = st.lists(st.tuples(numbers, numbers), max_size=12)  # Empty and reversed ones too.
+
+examples = settings(max_examples=80, deadline=None, derandomize=True)
+
+
+def model_of(some_pairs):
+    return {number for start, stop in some_pairs for number in range(start, stop)}
+
+
+def is_minimal(ranges):
+    """Sorted, none empty, and a gap between any two."""
+    ends = [end for pair in ranges for end in pair]
+    return all(one < other for one, other in pairwise(ends))
+
+
+def missing_from(model):
+    """The numbers that are not in the set, in order; enough of them for every place asked for."""
+    return [number for number in range(4 * LARGEST) if number not in model]
+
+
+@examples
+@given(pairs)
+def test_holds_every_number_that_was_added_and_no_other(some_pairs):
+    assert model_of(Ranges(some_pairs)) == model_of(some_pairs)
+
+
+@examples
+@given(pairs)
+def test_ranges_are_sorted_and_do_not_touch(some_pairs):
+    assert is_minimal(Ranges(some_pairs))
+
+
+@examples
+@given(pairs)
+def test_adding_one_by_one_is_the_same_as_all_at_once(some_pairs):
+    ranges = Ranges()
+    model = set()
+    for start, stop in some_pairs:
+        ranges.add(start, stop)
+        model |= set(range(start, stop))
+        assert model_of(ranges) == model
+        assert is_minimal(ranges)
+    assert ranges == Ranges(some_pairs)
+
+
+@examples
+@given(st.permutations(range(12)))
+def test_numbers_added_in_any_order_become_one_range(order):
+    ranges = Ranges((number, number + 1) for number in order)
+    assert list(ranges) == [(0, 12)]
+
+
+@examples
+@given(pairs, pairs)
+def test_update_is_the_union(some_pairs, other_pairs):
+    ranges, other = Ranges(some_pairs), Ranges(other_pairs)
+    ranges.update(other)
+    assert model_of(ranges) == model_of(some_pairs) | model_of(other_pairs)
+    assert is_minimal(ranges)
+    assert other == Ranges(other_pairs)
+
+
+@examples
+@given(pairs)
+def test_update_with_itself_changes_nothing(some_pairs):
+    ranges = Ranges(some_pairs)
+    ranges.update(ranges)
+    assert ranges == Ranges(some_pairs)
+
+
+@examples
+@given(pairs, st.tuples(numbers, numbers))
+def test_a_copy_goes_its_own_way(some_pairs, added):
+    ranges = Ranges(some_pairs)
+    copied = ranges.copy()
+    assert copied == ranges
+    copied.add(*added)
+    assert model_of(ranges) == model_of(some_pairs)
+    assert model_of(copied) == model_of([*some_pairs, added])
+
+
+@examples
+@given(pairs, pairs)
+def test_equal_if_the_same_numbers_are_in_it(some_pairs, other_pairs):
+    are_equal = Ranges(some_pairs) == Ranges(other_pairs)
+    assert are_equal == (model_of(some_pairs) == model_of(other_pairs))
+    assert Ranges(some_pairs) == Ranges(reversed(some_pairs))
+
+
+def test_is_not_equal_to_something_else():
+    assert Ranges([(0, 3)]) != [(0, 3)]
+    assert Ranges() != ()
+
+
+def test_has_no_hash_because_it_changes():
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Ranges())
+
+
+@examples
+@given(pairs)
+def test_true_if_anything_is_in_it(some_pairs):
+    assert bool(Ranges(some_pairs)) == bool(model_of(some_pairs))
+
+
+@examples
+@given(pairs, st.integers(-1, LARGEST + 2))
+def test_counts_all_numbers_or_those_below(some_pairs, below):
+    ranges, model = Ranges(some_pairs), model_of(some_pairs)
+    assert ranges.count() == len(model)
+    assert ranges.count(below=below) == sum(number < below for number in model)
+
+
+@examples
+@given(pairs)
+def test_first_missing_is_the_smallest_number_not_in_it(some_pairs):
+    assert Ranges(some_pairs).first_missing == missing_from(model_of(some_pairs))[0]
+
+
+@examples
+@given(st.one_of(pairs, st.tuples(st.tuples(st.just(0), numbers))))
+def test_is_prefix_if_nothing_is_beyond_the_first_missing(some_pairs):
+    model = model_of(some_pairs)
+    assert Ranges(some_pairs).is_prefix == (model == set(range(len(model))))
+
+
+@examples
+@given(pairs, numbers)
+def test_missing_at_finds_the_number_at_a_place(some_pairs, place):
+    found = Ranges(some_pairs).missing_at(place)
+    assert type(found) is int
+    assert found == missing_from(model_of(some_pairs))[place]
+
+
+@examples
+@given(pairs, st.lists(numbers))
+def test_missing_at_takes_an_array_and_leaves_it_alone(some_pairs, places):
+    missing = missing_from(model_of(some_pairs))
+    array = np.array(places, dtype=np.int64)
+    found = Ranges(some_pairs).missing_at(array)
+    assert found.dtype == np.int64
+    assert found.tolist() == [missing[place] for place in places]
+    assert array.tolist() == places
+
+
+@examples
+@given(pairs, numbers, numbers)
+def test_missing_ranges_are_the_numbers_at_consecutive_places(some_pairs, start, stop):
+    found = list(Ranges(some_pairs).missing_ranges(start, stop))
+    expected = missing_from(model_of(some_pairs))[start:stop]
+    assert [number for pair in found for number in range(*pair)] == expected
+    assert is_minimal(found)
+
+
+@examples
+@given(pairs, st.integers(0, LARGEST + 5))
+def test_gaps_are_the_numbers_below_that_are_not_in_it(some_pairs, stop):
+    found = list(Ranges(some_pairs).gaps(stop))
+    expected = [number for number in range(stop) if number not in model_of(some_pairs)]
+    assert [number for pair in found for number in range(*pair)] == expected
+    assert is_minimal(found)
+
+
+@examples
+@given(pairs)
+def test_goes_through_json_and_back(some_pairs):
+    ranges = Ranges(some_pairs)
+    assert Ranges(json.loads(json.dumps(ranges.as_lists()))) == ranges
+    assert ranges.as_lists() == [list(pair) for pair in ranges]
+
+
+def test_a_long_run_takes_one_range_however_many_numbers_it_has():
+    ranges = Ranges([(0, 10**15)])
+    ranges.add(10**15, 10**18)
+    assert list(ranges) == [(0, 10**18)]
+    assert ranges.count() == 10**18
+    assert ranges.count(below=10**17) == 10**17
+    assert ranges.missing_at(5) == 10**18 + 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -55,7 +56,7 @@ class GlobalSampler(DistributedSampler[Any]):
         if tail not in get_args(Tail):
             raise ValueError(f'tail must be "drop", "pad" or "keep", got {tail!r}.')
         super().__init__(
-            size if hasattr(size, "__len__") else range(num_indices),  # type: ignore[arg-type]
+            range(num_indices) if hasattr(size, "__index__") else size,  # type: ignore[arg-type]
             num_replicas=world_size,
             rank=rank,
             shuffle=shuffle,
@@ -315,8 +316,9 @@ def _number_in(variable: str, default: int, at_least: int) -> int:
 
 
 def _checked_size(size: Any) -> int:
-    if hasattr(size, "__len__") and not isinstance(size, str | bytes):
-        size = len(size)
+    if not isinstance(size, str | bytes):
+        with contextlib.suppress(TypeError):  # An array of no dimensions has a length in vain.
+            size = len(size)
     if size == 0:
         raise ValueError("size must be at least 1: there is nothing to draw from an empty dataset.")
     return _checked_int("size", size, at_least=1, hint="Pass a number, or the dataset.")
@@ -347,7 +349,7 @@ def _checked_int(name: str, value: Any, *, at_least: int, hint: str = "") -> int
 
 def _checked_weights(weights: Any, size: int) -> NDArray[np.float64]:
     if isinstance(weights, torch.Tensor):
-        weights = weights.detach().cpu().numpy()
+        weights = weights.detach().cpu().double().numpy()
     try:
         given = np.asarray(weights)
     except ValueError:  # A list of lists that are not equally long.

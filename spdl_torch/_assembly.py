@@ -134,8 +134,13 @@ class Workshop:
             seed_as_worker_process(self.base_seed, worker_id)
             with one_walk_at_a_time(dataset):
                 of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
-        if generators is not None and type(dataset) is not TensorDataset:  # That draws nothing.
-            RandomnessOfSamples(generators).enter()
+        return dataset
+
+    def _enter_at(self, place: Place, worker_id: int, generators: SampleGenerators) -> Any:
+        """Make the calling thread a worker whose samples draw from these generators."""
+        dataset = self.enter(worker_id, generators)
+        if type(dataset) is not TensorDataset:  # That draws nothing.
+            place.surroundings = RandomnessOfSamples(generators)
         return dataset
 
     def _generators_at(self, place: Place, stage: int) -> SampleGenerators:
@@ -170,7 +175,7 @@ class Workshop:
         return SampleGenerators(lambda: (count.epoch, count.number), key)
 
     def load_worker(self, worker_id: int, place: Place) -> tuple[Callable[[Any], Any] | None, None]:
-        dataset = self.enter(worker_id, self._generators_at(place, _LOAD))
+        dataset = self._enter_at(place, worker_id, self._generators_at(place, _LOAD))
         return hooks_of(dataset, batched=self.batched).load, None
 
     def async_load_worker(self, worker_id: int) -> Callable[[Any], Any]:
@@ -181,17 +186,18 @@ class Workshop:
     def preprocess_worker(
         self, worker_id: int, place: Place
     ) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-        dataset = self.enter(worker_id, self._generators_at(place, _PREPROCESS))
+        dataset = self._enter_at(place, worker_id, self._generators_at(place, _PREPROCESS))
         collate = self._collate_of(dataset)
         if not self.batched:
             collate = partial(_of_only_sample, collate)
         return hooks_of(dataset, batched=self.batched).preprocess, collate
 
     def iterable_worker(
-        self, worker_id: int
+        self, worker_id: int, place: Place
     ) -> tuple[Callable[[], Callable[[Any], Any]], Callable[[Any], Any]]:
         count = SampleCount()
-        dataset = self.enter(worker_id, self._generators_of_count(count, worker_id))
+        generators = self._generators_of_count(count, worker_id)
+        dataset = self._enter_at(place, worker_id, generators)
         return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
     def _open_iterable(

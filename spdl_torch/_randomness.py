@@ -97,16 +97,13 @@ class SampleGenerators:
 class RandomnessOfSamples(TorchFunctionMode):
     """Lets all code in the calling thread that draws through torch draw from a sample's generator.
 
-    Entered once by a worker thread, for good: such a mode belongs to its thread. Code that is given
-    a generator uses that, and what is drawn on another device is drawn from that device's.
+    Such a mode belongs to the thread that enters it. Code that is given a generator uses that, and
+    what is drawn on another device is drawn from that device's.
     """
 
     def __init__(self, generators: SampleGenerators) -> None:
         super().__init__()
         self._generators = generators
-
-    def enter(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._record import Record
 from ._signal import Signal
-from ._stages import Operation, note_origin, without_our_frame
+from ._stages import Operation, Place, note_origin, without_our_frame
 from ._workers import Workers
 
 __all__ = ["IterableStage"]
@@ -20,8 +20,11 @@ which says where the iterator is after them. Raises StopIteration when there are
 OpenEpoch = Callable[[], Draw]
 """Starts a worker's iterator afresh."""
 
-SetUpIterable = Callable[[int], tuple[OpenEpoch, Operation]]
+SetUpIterable = Callable[[int, Place], tuple[OpenEpoch, Operation]]
 """Runs in the worker's thread; gives the worker its iterator and its collate function."""
+
+
+_Tools = tuple[OpenEpoch, Operation, Place]
 
 
 class IterableStage:
@@ -71,19 +74,22 @@ class _IterableWorker:
         self._draw: Draw | None = None
         self.exhausted_in: Signal | None = None
         """The epoch in which this worker has nothing left, known by its signal."""
-        self.tools: dict[int, tuple[OpenEpoch, Operation]] = {}
+        self.tools: dict[int, _Tools] = {}
         self.thread = Workers(name, [worker_id], self)
 
-    def set_up_worker(self, worker_id: int) -> tuple[OpenEpoch, Operation]:
-        return self._set_up(worker_id)
+    def set_up_worker(self, worker_id: int) -> _Tools:
+        place = Place()
+        return *self._set_up(worker_id, place), place
 
     def dismiss_worker(self, worker_id: int) -> None:
         self._draw = None
         self.tools.pop(worker_id, None)
 
-    def work(self, task: Record, tools: tuple[OpenEpoch, Operation]) -> None:
+    def work(self, task: Record, tools: _Tools) -> None:
         if not task.is_abandoned:
-            task.finish(self._make_batch(task, *tools))
+            open_epoch, collate, place = tools
+            with place.surroundings:
+                task.finish(self._make_batch(task, open_epoch, collate))
             task.signal.set()
 
     def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:

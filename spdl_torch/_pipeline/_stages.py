@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import length_hint
 from typing import Any, Final, Protocol
 
@@ -52,9 +53,9 @@ class CollateStage(Protocol):
 
 
 class Place:
-    """Where a worker is: at which slot of which record."""
+    """Where a worker is: at which slot of which record, and in what surroundings."""
 
-    __slots__ = ("record", "slot")
+    __slots__ = ("record", "slot", "surroundings")
 
     WHOLE: Final = -1
     """Instead of a slot: at all samples of a batch at once."""
@@ -63,6 +64,9 @@ class Place:
     def __init__(self) -> None:
         self.record: Record | None = None
         self.slot = 0
+        self.surroundings: AbstractContextManager[Any] = contextlib.nullcontext()
+        """Entered for each task, and left by a thread that waits: what a thread is still inside of
+        when it ends may be taken down after the interpreter."""
 
 
 Tools = tuple[Operation | None, Operation | None, Place]
@@ -223,6 +227,10 @@ class ThreadStage:
         self.tools.pop(worker_id, None)
 
     def work(self, task: list[_Job], tools: Tools) -> None:
+        with tools[-1].surroundings:
+            self._work(task, tools)
+
+    def _work(self, task: list[_Job], tools: Tools) -> None:
         place = tools[-1]
         started = time.perf_counter()
         num_samples = 0

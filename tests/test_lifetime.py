@@ -227,17 +227,6 @@ def test_close_wakes_a_consumer_that_waits():
     assert not closer.is_alive()
 
 
-@pytest.fixture
-def ctrl_c_interrupts_once():
-    def interrupt(*_):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c_interrupts_once")
 def test_ctrl_c_interrupts_a_wait_and_loses_nothing():
     class InterruptsTheConsumer(Gated):

@@ -149,17 +149,6 @@ def test_a_sample_interrupted_in_the_calling_thread_was_not_delivered():
     assert batches(loader) == [[2], [3], [4], [5]]
 
 
-@pytest.fixture
-def ctrl_c_interrupts_once():
-    def interrupt(*_):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c_interrupts_once")
 def test_a_wait_for_threads_that_was_interrupted_has_delivered_nothing():
     class InterruptsTheConsumer(Held):

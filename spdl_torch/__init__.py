@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
+from ._transfer import transfer
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ __all__ = [
     "ImageLoader",
     "StagedDataset",
     "__version__",
+    "transfer",
 ]
 
 

@@ -33,21 +33,27 @@ from ._pipeline import (
     Place,
     Record,
     ThreadStage,
+    TransferStage,
 )
 from ._progress import IterableProgress, MapProgress, Progress, SampleCount
 from ._randomness import RandomnessOfSamples, SampleGenerators, seed_as_worker_process
+from ._transfer import Transfer
 from ._worker_info import set_worker_info
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
 
-__all__ = ["Workshop", "assemble", "one_walk_at_a_time"]
+__all__ = ["Workshop", "assemble", "collate_for", "one_walk_at_a_time"]
 
 _LOAD, _PREPROCESS = 1, 0
 """What a sample draws in one stage has nothing to do with what it draws in the other."""
 
 _MIN_IO_WORKERS = 8
 """I/O workers wait most of the time, so it takes more of them than there are CPU workers."""
+
+_NUM_AHEAD = 2
+"""Batches on the device that the loop has not asked for: one to be computed with next, and one that
+is copied meanwhile. More would only take the model's memory."""
 
 _datapipe_graphs = threading.Lock()
 """torch walks a graph of datapipes with hooks that it sets on their class: one thread at a time."""
@@ -71,6 +77,7 @@ class Workshop:
     shared_seed: int | None
     """Seeds the datapipes of an epoch."""
     pin_device: tuple[str | None, int] | None
+    transfer: Transfer | None
     progress: Progress
     """Of the epoch that runs now."""
     num_workers: int = 0
@@ -93,7 +100,7 @@ class Workshop:
             copies = DatasetCopies(dataset, or_shallow=not loader.copy_dataset)
         collate_fn = loader.collate_fn
         pin_device = None
-        if iterator._pin_memory:
+        if iterator._pin_memory and iterator._transfer is None:
             pin_device = (iterator._pin_memory_device, torch.accelerator.current_device_index())
         if collate_fn is torch.utils.data.default_collate:
             collate_fn = default_collate if pin_device is None else _pinned_collate
@@ -107,6 +114,7 @@ class Workshop:
             base_seed=int(iterator._base_seed),
             shared_seed=iterator._shared_seed,
             pin_device=pin_device,
+            transfer=iterator._transfer,
             progress=iterator._progress,
         )
 
@@ -118,6 +126,8 @@ class Workshop:
         torch.get_num_threads()
         if self.pin_device is not None:
             torch.accelerator.set_device_index(self.pin_device[1])
+        if self.transfer is not None:
+            self.transfer.enter()
         dataset = self.dataset if self.copies is None else self.copies.make()
         seed = self.base_seed + worker_id
         set_worker_info(
@@ -232,6 +242,13 @@ class Workshop:
 
         return draw
 
+    def transfer_worker(self) -> Callable[[Any], Any]:
+        assert self.transfer is not None
+        torch.set_num_threads(1)
+        torch.get_num_threads()
+        self.transfer.enter()
+        return self.transfer.send
+
     def first_worker(self) -> int:
         return self._iterable_progress.next_worker
 
@@ -242,11 +259,20 @@ class Workshop:
 
     def _collate_of(self, dataset: Any) -> Callable[[Any], Any]:
         collate = of_copy(self.collate_fn, self.dataset, dataset)
+        if self.transfer is not None:
+            return collate_for(self.transfer, collate)
         return collate if self.pin_device is None else partial(self._pinned, collate)
 
     def _pinned(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         assert self.pin_device is not None
         return pin_memory(collate(samples), self.pin_device[0])
+
+
+def collate_for(transfer: Transfer, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A collate function that leaves its batches where they can be sent from."""
+    if collate in (default_collate, torch.utils.data.default_collate):
+        return lambda samples: transfer.pin(lambda empty: default_collate(samples, empty=empty))
+    return lambda samples: transfer.pin(lambda _: collate(samples))
 
 
 def _pinned_collate(samples: list[Any]) -> Any:
@@ -274,12 +300,21 @@ def one_walk_at_a_time(dataset: Any) -> Iterator[None]:
 
 
 def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> Pipeline:
+    transfer = None
+    if workshop.transfer is not None:
+        transfer = TransferStage(
+            "transfer", workshop.transfer_worker, num_ahead=_NUM_AHEAD, in_order=loader.in_order
+        )
     if dataset_kind == _DatasetKind.Iterable:
         workshop.num_workers = loader.num_workers
         stage = IterableStage(
-            "iterate", loader.num_workers, workshop.iterable_worker, workshop.first_worker
+            "iterate",
+            loader.num_workers,
+            workshop.iterable_worker,
+            workshop.first_worker,
+            transfer_stage=transfer,
         )
-        return _pipeline(loader, [stage], num_in_flight=0)
+        return _pipeline(loader, [stage], transfer, num_in_flight=0)
 
     hooks = hooks_of(workshop.dataset, batched=workshop.batched)
     num_cpu_workers = loader.num_cpu_workers or loader.num_workers
@@ -290,13 +325,14 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
         workshop.preprocess_worker,
         is_first=hooks.load is None,
         takes_whole_batch=hooks.preprocess_takes_batch,
+        transfer_stage=transfer,
     )
     stages: list[Any] = [preprocess]
     workshop.num_workers = num_cpu_workers
     if loader.preprocess_executor is not None and hooks.preprocess is not None:
         stages.insert(0, _executor_stage(loader, hooks, collate_stage=preprocess))
     if hooks.load is None:
-        return _pipeline(loader, stages, num_in_flight=0)
+        return _pipeline(loader, stages, transfer, num_in_flight=0)
 
     num_io_workers = loader.num_io_workers or max(_MIN_IO_WORKERS, 2 * loader.num_workers)
     next_stage = None if hooks.preprocess is None else stages[0]
@@ -319,7 +355,8 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
         io_ids = range(num_cpu_workers, num_cpu_workers + num_io_workers)
         load = ThreadStage("load", io_ids, workshop.load_worker, is_first=True, **load_args)
         workshop.num_workers += num_io_workers
-    return _pipeline(loader, [load, *stages], _num_to_keep_busy(loader, hooks, num_io_workers))
+    num_in_flight = _num_to_keep_busy(loader, hooks, num_io_workers)
+    return _pipeline(loader, [load, *stages], transfer, num_in_flight)
 
 
 def _num_to_keep_busy(loader: DataLoader[Any], hooks: Hooks, num_io_workers: int) -> int:
@@ -353,7 +390,12 @@ def _executor_stage(
         ) from error
 
 
-def _pipeline(loader: DataLoader[Any], stages: list[Any], num_in_flight: int) -> Pipeline:
+def _pipeline(
+    loader: DataLoader[Any],
+    stages: list[Any],
+    transfer: TransferStage | None,
+    num_in_flight: int,
+) -> Pipeline:
     """A pipeline whose window is as wide as torch's, or as the load stage needs to keep busy."""
     capacity = loader.buffer_size
     if capacity is None:
@@ -361,7 +403,8 @@ def _pipeline(loader: DataLoader[Any], stages: list[Any], num_in_flight: int) ->
         capacity = max(loader.prefetch_factor * loader.num_workers, num_in_flight)
     return Pipeline(
         stages[0],
-        stages,
+        stages if transfer is None else [*stages, transfer],
+        last_stage=transfer,
         capacity=capacity,
         in_order=loader.in_order,
         batched=loader._auto_collation,

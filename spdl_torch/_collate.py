@@ -48,6 +48,7 @@ def _collate_tensors(
     is_plain = (
         first.device.type == "cpu"
         and first.layout is torch.strided
+        and not first.is_quantized
         and not any(sample.is_nested or sample.requires_grad for sample in samples)
     )
     if not is_plain or len({(sample.shape, sample.dtype) for sample in samples}) > 1:

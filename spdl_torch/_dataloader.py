@@ -18,6 +18,7 @@ from ._dataset import collate_of
 from ._event_loop import EventLoop
 from ._iterators import CallerIterator, ProcessIterator, ThreadIterator
 from ._progress import Progress, progress_of, restored_progress
+from ._transfer import device_of
 
 __all__ = ["DataLoader"]
 
@@ -63,6 +64,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             code that holds the GIL. It stays yours: the loader does not shut it down.
         copy_dataset: give every worker thread its own copy of a map-style dataset, made by
             pickling, for datasets that are not thread-safe. Iterable datasets are always copied.
+        device: batches arrive on this device, copied in the background; ``"cuda"`` is the current
+            device of the thread that makes the loader. Nothing is copied for ``"cpu"``.
         snapshot_every_n_steps: has no effect, and is here for those who come from torchdata's
             `StatefulDataLoader`: `state_dict` is exact after every batch.
 
@@ -94,6 +97,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         buffer_size: int | None = None,
         preprocess_executor: Executor | None = None,
         copy_dataset: bool = False,
+        device: torch.device | str | None = None,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
         self.worker_method = worker_method
@@ -102,6 +106,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.buffer_size = buffer_size
         self.preprocess_executor = preprocess_executor
         self.copy_dataset = copy_dataset
+        self.device = device
+        self._device = _device_other_than_cpu(device)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._event_loop = EventLoop()
         self._iterators: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
@@ -326,6 +332,13 @@ def _check_count(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}. Leave it out for the default.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}. Leave it out for the default.")
+
+
+def _device_other_than_cpu(device: Any) -> torch.device | None:
+    if device is None:
+        return None
+    meant = device_of(device)
+    return None if meant.type == "cpu" else meant
 
 
 def _advice_on(message: str) -> str | None:

@@ -22,10 +22,11 @@ from torch.utils.data.dataloader import (
 )
 from torch.utils.data.graph_settings import apply_sharding
 
-from ._assembly import Workshop, assemble, one_walk_at_a_time
+from ._assembly import Workshop, assemble, collate_for, one_walk_at_a_time
 from ._pipeline import NotInTime, Pipeline
 from ._progress import IterableProgress, Progress
 from ._randomness import generators_kept
+from ._transfer import Transfer, transfer
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
@@ -97,6 +98,10 @@ class CallerIterator(_Iterator):
     def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
         self._progress = progress
         super().__init__(loader)
+        self._transfer = _transfer_of(loader)
+        if self._transfer is not None:
+            self._collate_fn = collate_for(self._transfer, self._collate_fn)
+            self._pin_memory = False
         if self._timeout != 0:
             raise AssertionError("num_workers=0 has no timeout: set it to 0, or num_workers to 1.")
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
@@ -151,6 +156,8 @@ class CallerIterator(_Iterator):
                 ) from error
             raise
         self._deliver(number)
+        if self._transfer is not None:
+            return self._transfer.receive(self._transfer.send(batch))
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _deliver(self, number: int) -> None:
@@ -165,6 +172,7 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
 
     def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
         self._progress = progress
+        self._device = loader._device
         progress.restore_dataset(loader.dataset, has_begun=True)
         super().__init__(loader)
         self._num_delivered = 0
@@ -184,7 +192,7 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
                 self._deliver()
             raise
         self._deliver()
-        return batch
+        return batch if self._device is None else transfer(batch, self._device)
 
     def _deliver(self) -> None:
         self._progress.deliver(self._num_delivered)
@@ -207,6 +215,7 @@ class ThreadIterator(_Iterator):
 
     def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
         self._progress = progress
+        self._transfer = _transfer_of(loader)
         with one_walk_at_a_time(loader.dataset):
             super().__init__(loader)
             # Before it is copied for the workers.
@@ -260,6 +269,7 @@ class ThreadIterator(_Iterator):
         return _Epoch(
             self._pipeline,
             self._progress,
+            self._transfer,
             self._profile_name,
             self._timeout,
             is_last=not self._persistent_workers,
@@ -275,6 +285,7 @@ class _Epoch:
 
     pipeline: Pipeline
     progress: Progress
+    transfer: Transfer | None
     profile_name: str
     timeout_seconds: float
     is_last: bool
@@ -335,4 +346,10 @@ class _Epoch:
                 "iterates over its own copy. Choose its part by get_worker_info().",
                 stacklevel=3,
             )
-        return record.take()
+        batch = record.take()
+        return batch if self.transfer is None else self.transfer.receive(batch)
+
+
+def _transfer_of(loader: DataLoader[Any]) -> Transfer | None:
+    device = loader._device
+    return None if device is None else Transfer(device)

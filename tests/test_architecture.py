@@ -18,14 +18,15 @@ from .datasets import Sharded, Squares
 PACKAGE = Path(spdl_torch.__file__).parent
 
 MAY_IMPORT = {
-    "__init__": {"_dataloader", "_dataset", "_image", "_sampler", "_version"},
-    "_dataloader": {"_dataset", "_event_loop", "_iterators", "_progress"},
+    "__init__": {"_dataloader", "_dataset", "_image", "_sampler", "_transfer", "_version"},
+    "_dataloader": {"_dataset", "_event_loop", "_iterators", "_progress", "_transfer"},
     "_iterators": {
         "_assembly",
         "_dataloader",  # for its type alone
         "_pipeline",
         "_progress",
         "_randomness",
+        "_transfer",
     },
     "_assembly": {
         "_collate",
@@ -35,6 +36,7 @@ MAY_IMPORT = {
         "_pipeline",
         "_progress",
         "_randomness",
+        "_transfer",
         "_worker_info",
     },
     "_dataset": {"_event_loop"},

@@ -2,7 +2,8 @@
 
 The consumer's thread draws the indices of a batch and opens a `Record` with a slot for each
 sample. Stages fill the slots, in any order, and whoever settles the last one has the batch
-made. At most `capacity` records are open at a time (`Window`). `Pipeline` owns all threads.
+made, which may go on through one more stage (`TransferStage`). At most `capacity` records are open
+at a time (`Window`). `Pipeline` owns all threads.
 
 What makes this right, in one place:
 
@@ -23,6 +24,7 @@ from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
 from ._record import Record
 from ._stages import Place, ThreadStage
+from ._transfer_stage import TransferStage
 from ._window import NotInTime
 
 __all__ = [
@@ -34,4 +36,5 @@ __all__ = [
     "Place",
     "Record",
     "ThreadStage",
+    "TransferStage",
 ]

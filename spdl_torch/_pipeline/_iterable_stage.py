@@ -8,7 +8,7 @@ from typing import Any
 
 from ._record import Record
 from ._signal import Signal
-from ._stages import Operation, Place, note_origin, without_our_frame
+from ._stages import BatchStage, Operation, Place, note_origin, pass_on, without_our_frame
 from ._workers import Workers
 
 __all__ = ["IterableStage"]
@@ -35,11 +35,19 @@ class IterableStage:
     """
 
     def __init__(
-        self, name: str, width: int, set_up: SetUpIterable, first_worker: Callable[[], int]
+        self,
+        name: str,
+        width: int,
+        set_up: SetUpIterable,
+        first_worker: Callable[[], int],
+        *,
+        transfer_stage: BatchStage | None = None,
     ) -> None:
         self._first_worker = first_worker
         """Whose turn it is when an epoch begins."""
-        self._iterables = [_IterableWorker(name, worker_id, set_up) for worker_id in range(width)]
+        self._iterables = [
+            _IterableWorker(name, worker_id, set_up, transfer_stage) for worker_id in range(width)
+        ]
         self.workers = [iterable.thread for iterable in self._iterables]
         self._signal: Signal | None = None
         self._rotation: deque[_IterableWorker] = deque()
@@ -67,9 +75,16 @@ class IterableStage:
 class _IterableWorker:
     """One worker and where it is in its iterator."""
 
-    def __init__(self, name: str, worker_id: int, set_up: SetUpIterable) -> None:
+    def __init__(
+        self,
+        name: str,
+        worker_id: int,
+        set_up: SetUpIterable,
+        transfer_stage: BatchStage | None,
+    ) -> None:
         self._name = name
         self._set_up = set_up
+        self._transfer_stage = transfer_stage
         self._signal: Signal | None = None
         self._draw: Draw | None = None
         self.exhausted_in: Signal | None = None
@@ -89,7 +104,8 @@ class _IterableWorker:
         if not task.is_abandoned:
             open_epoch, collate, place = tools
             with place.surroundings:
-                task.finish(self._make_batch(task, open_epoch, collate))
+                batch = self._make_batch(task, open_epoch, collate)
+            pass_on(task, batch, self._transfer_stage)
             task.signal.set()
 
     def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:

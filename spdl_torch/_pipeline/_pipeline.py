@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from ._record import Record
 from ._signal import Signal
-from ._window import FirstStage, Window
+from ._window import FirstStage, LastStage, Window
 from ._workers import THREAD_NAME
 
 __all__ = ["Pipeline", "Stage"]
@@ -62,11 +62,13 @@ class Pipeline:
         first_stage: FirstStage,
         stages: Sequence[Stage],
         *,
+        last_stage: LastStage | None = None,
         capacity: int,
         in_order: bool,
         batched: bool,
     ) -> None:
         self._first_stage = first_stage
+        self._last_stage = last_stage
         self._stages = stages
         self._capacity = capacity
         self._in_order = in_order
@@ -83,6 +85,7 @@ class Pipeline:
         self._window = Window(
             source,
             self._first_stage,
+            self._last_stage,
             signal,
             capacity=self._capacity,
             in_order=self._in_order,

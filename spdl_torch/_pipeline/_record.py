@@ -46,6 +46,7 @@ class Record:
         "shareable",
         "signal",
         "slots",
+        "turn",
     )
 
     def __init__(self, number: int, drawn: Any, indices: list[Any], signal: Signal) -> None:
@@ -65,6 +66,8 @@ class Record:
         self.shareable: list[Callable[[], Shareable | None]] = []
         """Work on this batch that one worker was called to, as weak references: if it is gone, it
         has been done."""
+        self.turn: int | None = None
+        """Which one it is for the transfer stage; None if it has not come there."""
         self._num_unsettled = len(indices)
         self._failed_slot = len(indices)
         self.signal = signal
@@ -114,10 +117,14 @@ class Record:
                 self.error = error
                 self._failed_slot = slot
 
-    def finish(self, batch: Any = None) -> None:
-        """Leave the batch, or its error, for the consumer. The `signal` is still to be set."""
+    def hold(self, batch: Any) -> None:
+        """Have the batch instead of its samples."""
         self.batch = batch
         self.slots = None
+
+    def finish(self, batch: Any = None) -> None:
+        """Leave the batch, or its error, for the consumer. The `signal` is still to be set."""
+        self.hold(batch)
         # Last: whoever sees the flag must see everything above.
         self.is_finished = True
 

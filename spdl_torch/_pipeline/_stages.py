@@ -15,6 +15,7 @@ from ._record import Record
 from ._workers import Workers
 
 __all__ = [
+    "BatchStage",
     "CollateStage",
     "GroupSize",
     "Operation",
@@ -23,6 +24,7 @@ __all__ = [
     "ThreadStage",
     "check_count",
     "note_origin",
+    "pass_on",
     "without_our_frame",
 ]
 
@@ -50,6 +52,13 @@ class CollateStage(Protocol):
 
     def collate(self, record: Record) -> None:
         """Make the batch of a record whose slots are all settled."""
+
+
+class BatchStage(Protocol):
+    """A stage with work to do on whole batches."""
+
+    def put(self, record: Record) -> None:
+        """Take over a record whose batch is made."""
 
 
 class Place:
@@ -149,6 +158,7 @@ class ThreadStage:
         takes_whole_batch: bool = False,
         next_stage: SampleStage | None = None,
         collate_stage: CollateStage | None = None,
+        transfer_stage: BatchStage | None = None,
     ) -> None:
         self._name = name
         self._set_up = set_up
@@ -157,6 +167,8 @@ class ThreadStage:
         self._next_stage = next_stage
         self._collate_stage = collate_stage
         """None: this stage itself. (A stage that refers to itself would outlive its iterator.)"""
+        self._transfer_stage = transfer_stage
+        """Where batches go that are made here; None: to the consumer."""
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
         self.tools: dict[int, Tools] = {}
         self._workers = self.takers = Workers(name, worker_ids, self)
@@ -367,7 +379,16 @@ class ThreadStage:
             except BaseException as error:
                 note_origin(error, "collate", record, None)
                 record.fail(0, without_our_frame(error))
+        pass_on(record, batch, self._transfer_stage)
+
+
+def pass_on(record: Record, batch: Any, transfer_stage: BatchStage | None) -> None:
+    """Leave the batch for the stage behind collate, or what there is for the consumer."""
+    if transfer_stage is None or record.error is not None or record.is_exhausted:
         record.finish(batch)
+    else:
+        record.hold(batch)
+        transfer_stage.put(record)
 
 
 def check_count(samples: Any, num_samples: int) -> list[Any]:

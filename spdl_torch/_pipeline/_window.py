@@ -37,6 +37,15 @@ class FirstStage(Protocol):
         """How many samples are worth handing over at once."""
 
 
+class LastStage(Protocol):
+    """A stage that is told how far the consumer has come."""
+
+    in_order: bool
+
+    def advance(self, signal: Signal, num_taken: int) -> None:
+        """So many turns were taken."""
+
+
 class Window:
     """The batches of one epoch that may be in flight, at most `capacity` of them.
 
@@ -50,6 +59,7 @@ class Window:
         self,
         source: Iterator[Any],
         first_stage: FirstStage,
+        last_stage: LastStage | None,
         signal: Signal,
         *,
         capacity: int,
@@ -58,6 +68,7 @@ class Window:
     ) -> None:
         self._source = source
         self._first_stage = first_stage
+        self._last_stage = last_stage
         self._capacity = capacity
         self._in_order = in_order
         self._batched = batched
@@ -65,6 +76,8 @@ class Window:
         self._unopened: list[Record] = []
         """The last of the pending records, which no worker has been told of."""
         self._num_drawn = 0
+        self._num_turns_taken = 0
+        self._num_turns_told = 0
         self._source_has_ended = False
         self._returned = 0.0
         self._patience_seconds = _PATIENCE_SECONDS
@@ -99,6 +112,7 @@ class Window:
                 continue  # What was pending has turned out to be exhausted: draw again.
             # Never wait with a batch that no worker has been told of: another may depend on it.
             if not self._open():
+                self._advance()
                 self._wait(deadline)
         self._draw(self._capacity + 1)
         # Let the workers go on while the consumer computes. Unless it is back before they are
@@ -111,7 +125,10 @@ class Window:
         ):
             self._open()
         record = self._pending[position]
+        # Interrupted between these two, rather one batch too many is let on than one too few.
+        self._num_turns_taken += record.turn is not None
         del self._pending[position]
+        self._advance()
         self._returned = time.perf_counter()
         return record
 
@@ -176,6 +193,19 @@ class Window:
             if record.is_finished and not record.is_exhausted:
                 return position
         return None
+
+    def _advance(self) -> None:
+        """Tell the last stage how many turns were taken, if it does not know."""
+        if self._last_stage is None:
+            return
+        if self._last_stage.in_order:
+            # Those that were passed over, or failed before they came there, had a turn too.
+            num_taken = self._pending[0].number if self._pending else self._num_drawn
+        else:
+            num_taken = self._num_turns_taken
+        if num_taken != self._num_turns_told:
+            self._last_stage.advance(self._signal, num_taken)
+            self._num_turns_told = num_taken
 
     def _wait(self, deadline: float | None) -> None:
         """Wait until something may have changed."""

@@ -1,0 +1,106 @@
+"""The stage behind collate: one worker that takes finished batches on, a few ahead of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ._record import Record
+from ._signal import Signal
+from ._stages import Operation, note_origin, without_our_frame
+from ._workers import Workers
+
+__all__ = ["TransferStage"]
+
+
+class _Taken(NamedTuple):
+    """What the consumer tells the worker."""
+
+    signal: Signal
+    num_taken: int
+
+
+class TransferStage:
+    """A last stage that is never more than `num_ahead` batches ahead of the consumer.
+
+    The window may hold many batches more, which wait here: where a batch goes to, room is scarce.
+
+    Every batch has a *turn*, and goes on when fewer than `num_ahead` turns are before it that the
+    consumer has not taken. With `in_order` the turns are the numbers of the batches. So the batch
+    that the consumer waits for never finds the room taken by later ones: it would wait for ever.
+    Otherwise a batch gets the next turn when it arrives.
+
+    All state is the worker's own. Batches, and what the consumer has taken, come to it as tasks.
+    """
+
+    def __init__(
+        self, name: str, set_up: Callable[[], Operation], *, num_ahead: int, in_order: bool
+    ) -> None:
+        self._name = name
+        self._set_up = set_up
+        self._num_ahead = num_ahead
+        self.in_order = in_order
+        self._signal: Signal | None = None
+        self._num_arrived = 0
+        self._num_taken = 0
+        self._waiting: list[Record] = []
+        self.tools: dict[int, Operation] = {}
+        self._workers = Workers(name, [0], self)
+        self.workers = [self._workers]
+
+    # -- how work enters -------------------------------------------------------------------------
+
+    def put(self, record: Record) -> None:
+        """Take over a record whose batch is made."""
+        self._workers.put(record)
+
+    def advance(self, signal: Signal, num_taken: int) -> None:
+        """Let the batches go on whose turn has come, now that so many turns were taken."""
+        self._workers.put(_Taken(signal, num_taken))
+
+    # -- what the worker does --------------------------------------------------------------------
+
+    def set_up_worker(self, worker_id: int) -> Operation:  # noqa: ARG002 (there is but one)
+        return self._set_up()
+
+    def dismiss_worker(self, worker_id: int) -> None:
+        self.tools.pop(worker_id, None)
+
+    def work(self, task: Record | _Taken, tools: Operation) -> None:
+        if task.signal.is_closed:
+            return
+        if task.signal is not self._signal:  # A new epoch.
+            self._signal = task.signal
+            self._waiting.clear()
+            self._num_arrived = self._num_taken = 0
+        if isinstance(task, Record):
+            task.turn = task.number if self.in_order else self._num_arrived
+            self._num_arrived += 1
+            self._waiting.append(task)
+        else:
+            self._num_taken = task.num_taken
+        while (record := self._next_in_turn()) is not None:
+            self._take_on(record, tools)
+
+    def _next_in_turn(self) -> Record | None:
+        record = min(self._waiting, key=_turn, default=None)
+        if record is None or _turn(record) >= self._num_taken + self._num_ahead:
+            return None
+        self._waiting.remove(record)
+        return record
+
+    def _take_on(self, record: Record, operation: Operation) -> None:
+        batch = None
+        if not record.is_abandoned:
+            try:
+                batch = operation(record.batch)
+            except BaseException as error:
+                note_origin(error, self._name, record, None)
+                record.fail(0, without_our_frame(error))
+        record.finish(batch)
+        record.signal.set()
+
+
+def _turn(record: Record) -> int:
+    assert record.turn is not None
+    return record.turn

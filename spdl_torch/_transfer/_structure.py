@@ -1,0 +1,99 @@
+"""Batches of any structure: find what can go to a device, and put something in its place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any, Final
+
+import torch
+
+__all__ = ["replaced"]
+
+_HOLDS_NOTHING: Final = {bool, bytes, complex, float, int, str, type(None)}
+_NOT_A_SEQUENCE: Final = (str, bytes, bytearray, memoryview)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a value goes to a device as a whole, because it is a tensor or has `to()`.
+
+    Of the class, not of the object: a mapping with attributes may well have a key "to".
+    """
+    return isinstance(value, torch.Tensor) or callable(getattr(type(value), "to", None))
+
+
+def replaced(batch: Any, replace: Callable[[Any], Any]) -> Any:
+    """The batch with `replace` called on each leaf; the same object if that changed nothing.
+
+    Goes into mappings, sequences, named tuples and dataclasses, and keeps their types. Whatever
+    else there is stays as it is.
+    """
+    if _is_leaf(batch):
+        return replace(batch)
+    if type(batch) in _HOLDS_NOTHING or isinstance(batch, _NOT_A_SEQUENCE):
+        return batch
+    # Before mappings: the outputs of transformers' models are both, and take only attributes.
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [f.name for f in dataclasses.fields(batch) if hasattr(batch, f.name)]
+        olds: list[Any] = [getattr(batch, name) for name in fields]
+        news = _all_replaced(olds, replace)
+        return batch if news is olds else _dataclass_like(batch, zip(fields, news, strict=True))
+    if isinstance(batch, Mapping):
+        olds = list(batch.values())
+        news = _all_replaced(olds, replace)
+        return batch if news is olds else _mapping_like(batch, zip(batch, news, strict=True))
+    if isinstance(batch, Sequence):
+        olds = list(batch)
+        news = _all_replaced(olds, replace)
+        return batch if news is olds else _sequence_like(batch, news)
+    return batch
+
+
+def _all_replaced(olds: list[Any], replace: Callable[[Any], Any]) -> list[Any]:
+    if set(map(type, olds)) <= _HOLDS_NOTHING:  # Long lists of tokens and the like.
+        return olds
+    news = [replaced(old, replace) for old in olds]
+    return olds if all(map(_is, olds, news)) else news
+
+
+def _is(old: Any, new: Any) -> bool:
+    return old is new
+
+
+def _dataclass_like(batch: Any, fields: Iterable[tuple[str, Any]]) -> Any:
+    clone = copy.copy(batch)
+    is_frozen = type(batch).__dataclass_params__.frozen
+    for name, value in fields:
+        if is_frozen:
+            object.__setattr__(clone, name, value)
+        else:
+            setattr(clone, name, value)
+    return clone
+
+
+def _mapping_like(batch: Mapping[Any, Any], items: Iterable[tuple[Any, Any]]) -> Any:
+    if isinstance(batch, MutableMapping):
+        clone = copy.copy(batch)
+        for key, value in items:
+            clone[key] = value
+        return clone
+    new = dict(items)
+    try:
+        return type(batch)(new)  # type: ignore[call-arg]
+    except TypeError:
+        return new
+
+
+def _sequence_like(batch: Sequence[Any], values: list[Any]) -> Any:
+    if isinstance(batch, MutableSequence):
+        clone = copy.copy(batch)
+        for position, value in enumerate(values):
+            clone[position] = value
+        return clone
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return batch._make(values)
+    try:
+        return type(batch)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return tuple(values)

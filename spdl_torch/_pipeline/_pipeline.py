@@ -85,8 +85,8 @@ class Pipeline:
         self._window = Window(
             source,
             self._first_stage,
-            self._last_stage,
             signal,
+            last_stage=self._last_stage,
             capacity=self._capacity,
             in_order=self._in_order,
             batched=self._batched,

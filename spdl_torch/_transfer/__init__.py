@@ -1,4 +1,4 @@
-"""Batches to a device: pinned, copied on a stream of their own, received without a host wait.
+"""Batches to a device: pinned, copied on a stream of their own, received without waiting.
 
 Three threads take part, and each does the one thing that is its own:
 
@@ -18,7 +18,8 @@ What makes this right, in one place:
   the event behind the copy has completed.
 * Only a buffer whose every reader we know goes back into the ring: one that we have copied from
   ourselves. Any other is left to those who refer to it.
-* The host never waits for the device.
+* Receiving never waits for the device. Sending does when the loop is some steps ahead of it, or else
+  copies would pile up, and the memory they need.
 """
 
 from ._device import device_of

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Loan", "PinnedRing"]
+__all__ = ["Loan", "PinnedRing", "is_plain"]
 
 
 class Event(Protocol):
@@ -25,8 +25,8 @@ class PinnedRing:
     To pin memory takes longer than to copy into it, so a buffer is used again, as soon as the event
     behind the copy out of it has completed. Nobody waits for that: if there is no buffer to be had,
     there will be one more. Sizes are powers of two, as torch rounds pinned memory up in any case,
-    and so batches of different shapes share buffers. There are never more than were in use at the
-    same time, of each size.
+    and so batches of different shapes share buffers. There are about as many of each size as were
+    in use at the same time.
 
     Any thread may call any method. Each step is one atomic operation on a dict or a deque.
     """
@@ -107,18 +107,20 @@ class Loan:
             )
         if value.device.type != "cpu":
             return value
-        if not _is_plain(value):
+        if not is_plain(value):
             return value.pin_memory()
         if value.is_pinned():
             return value
         return self.empty(tuple(value.shape), dtype=value.dtype).copy_(value)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its values, one after the other."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.is_contiguous()
+        and not tensor.is_nested
         and not tensor.requires_grad
         and not tensor.is_quantized
+        and tensor.is_contiguous()
     )

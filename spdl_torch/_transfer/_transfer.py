@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,13 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from ._device import device_of
-from ._pinned import Loan, PinnedRing
+from ._pinned import Loan, PinnedRing, is_plain
 from ._structure import replaced
 
 __all__ = ["Transfer", "transfer"]
 
 _INTERFACE: Final = ("Stream", "Event", "stream", "current_stream", "set_device")
 """What a device's module must have for copies in the background."""
+
+_MAX_STEPS_QUEUED: Final = 2
+"""How many steps of the loop may be queued on the device, besides the one the loop is at, when the
+next batch is sent. Two keep the device busy; more would only take its memory."""
 
 _side_streams: dict[tuple[Any, torch.device], Any] = {}
 _side_streams_lock = threading.Lock()
@@ -56,6 +61,9 @@ class Transfer:
         accelerator = torch.accelerator.current_accelerator()
         can_pin = has_streams and accelerator is not None and accelerator.type == device.type
         self._ring = PinnedRing() if can_pin else None
+        self._has_received = False
+        self._steps_queued: deque[Any] = deque()
+        """An event behind each step of the loop that the device has yet to do, oldest first."""
 
     def enter(self) -> None:
         """Make the device the calling thread's own: what it pins and copies is for no other."""
@@ -74,27 +82,40 @@ class Transfer:
         """Start the copies of a batch to the device."""
         if self._module is None:
             return _Sent(replaced(pinned.batch, self._move), [], None)
+        # The loop may be far ahead of the device. The copies must not be, nor their memory.
+        while len(self._steps_queued) > _MAX_STEPS_QUEUED:
+            self._steps_queued.popleft().synchronize()
         stream = _side_stream(self._module, self.device)
         copying = _Copying(self.device, pinned.buffers)
         with self._module.stream(stream):
-            try:
-                batch = replaced(pinned.batch, copying.start)
-            finally:
-                # After an error too: some of the copies may be under way.
-                copied = self._module.Event()
-                copied.record(stream)
-                if self._ring is not None:
-                    self._ring.give_back(copying.buffers.values(), copied)
+            # After an error in here the buffers are torch's again, which knows of every copy out of
+            # pinned memory that has been started.
+            batch = replaced(pinned.batch, copying.start)
+            copied = self._module.Event()
+            copied.record(stream)
+        if self._ring is not None:
+            self._ring.give_back(copying.buffers.values(), copied)
         return _Sent(batch, copying.tensors, copied)
 
     def receive(self, sent: _Sent) -> Any:
         """Give the batch to the calling thread, to be used on its current stream."""
         if sent.copied is not None:
             stream = self._module.current_stream(self.device)
+            if self._has_received:
+                self._steps_queued.append(self._event_behind_step(stream))
+            self._has_received = True
             stream.wait_event(sent.copied)
             for tensor in sent.tensors:
                 tensor.record_stream(stream)
         return sent.batch
+
+    def _event_behind_step(self, stream: Any) -> Any:
+        try:
+            event = self._module.Event(blocking=True)
+        except TypeError:  # Not every device has a choice. CUDA's would keep a core busy.
+            event = self._module.Event()
+        event.record(stream)
+        return event
 
     def _move(self, leaf: Any) -> Any:
         """Copy a leaf and wait for it, on a device without streams."""
@@ -139,7 +160,7 @@ class _Copying:
             return moved
         if leaf.device == self._device:
             return leaf
-        if self._lent and type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        if self._lent and is_plain(leaf):
             address = leaf.untyped_storage().data_ptr()
             if address in self._lent:
                 self.buffers[address] = self._lent[address]
@@ -191,6 +212,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _parts(getattr(tensor, name))
+    elif tensor.is_nested:
+        yield tensor.values()
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

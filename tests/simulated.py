@@ -1,0 +1,412 @@
+"""A device that exists only here, with streams, events and memory as CUDA has them.
+
+It is as lazy as a device is allowed to be, and as quick: what is queued on its streams happens when
+the `Schedule` says so, in an order that only waiting for events limits. A tensor that is read too
+early, or memory that is used again too early, shows in the values.
+
+What it takes over from CUDA, because the loader relies on it or must not forget it:
+
+* The current stream and the current device belong to the thread.
+* A copy out of pinned memory reads the memory when its turn comes on the stream. One out of other
+  memory has read it when the call returns. One that is not `non_blocking` makes the host wait.
+* An event stands for what was on the stream when it was recorded. To wait for one that was never
+  recorded is to wait for nothing, and asked, it says that it has completed.
+* Memory belongs to the stream on which it was allocated. Once Python has let go of a tensor, the
+  next allocation on that stream has its memory, whatever other streams still have to do with it;
+  unless they were named by `record_stream`: then when they have come as far as they were queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+TYPE = "privateuseone"
+POISON = 0xA5
+
+
+class Stream:
+    def __init__(self, device=None, *, simulator, name="side"):
+        self.device = torch.device(device)
+        self.name = name
+        self._simulator = simulator
+        self.queue: deque[Callable[[], None] | Point] = deque()
+        self.num_queued = 0
+        self.num_done = 0
+
+    def wait_event(self, event):
+        with self._simulator.call("wait", self, event):
+            if event.point is not None:
+                self.put(event.point)
+
+    def query(self):
+        return not self.queue
+
+    def put(self, work):
+        self.queue.append(work)
+        self.num_queued += 1
+
+    def point(self) -> Point:
+        return Point(self, self.num_queued)
+
+    def step(self) -> bool:
+        """Do what is first on the stream; false if there is nothing, or it has to wait."""
+        if not self.queue:
+            return False
+        work = self.queue[0]
+        if isinstance(work, Point):
+            if not work.is_reached():
+                return False
+        else:
+            work()
+        self.queue.popleft()
+        self.num_done += 1
+        return True
+
+
+@dataclass(frozen=True)
+class Point:
+    """How far a stream has to come."""
+
+    stream: Stream
+    num_done: int
+
+    def is_reached(self) -> bool:
+        return self.stream.num_done >= self.num_done
+
+
+class Event:
+    def __init__(self, *, simulator, blocking=False):
+        self._simulator = simulator
+        self._blocking = blocking
+        self.point: Point | None = None
+
+    def record(self, stream=None):
+        stream = stream or self._simulator.current_stream()
+        with self._simulator.call("record", stream, self):
+            self.point = stream.point()
+
+    def wait(self, stream=None):
+        (stream or self._simulator.current_stream()).wait_event(self)
+
+    def query(self):
+        with self._simulator.call("query", None, self):
+            return self.point is None or self.point.is_reached()
+
+    def synchronize(self):
+        assert self._blocking, "this would keep a core busy"
+        self._simulator.host_wait(self.point)
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of the device."""
+
+    memory: torch.Tensor
+    stream: Stream
+    used_on: set[Stream] = field(default_factory=set)
+
+
+class SimulatedTensor(torch.Tensor):
+    block: Block
+    simulator: Simulator
+    clone_made: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, block, like, device, simulator):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        tensor.block = block
+        tensor.simulator = simulator
+        weakref.finalize(tensor, simulator.free, block)
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            return args[0].clone_made
+        raise NotImplementedError(f"the simulated device does not know {func}")
+
+    def record_stream(self, stream):
+        with self.simulator.call("record_stream", stream, self.block):
+            if stream is not self.block.stream:
+                self.block.used_on.add(stream)
+
+
+@dataclass
+class Reading:
+    """What a kernel of the training loop has read, once it has run."""
+
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What was asked of the device, by whom."""
+
+    what: str
+    stream: Stream | None
+    about: Any
+    thread: str
+    current_device: int
+
+
+Schedule = Callable[["Simulator"], None]
+"""Called whenever something was asked of the device, to let some of its work happen."""
+
+
+def everything_last(_: Simulator) -> None:
+    """Nothing happens before the host waits."""
+
+
+def copies_last(simulator: Simulator) -> None:
+    """The loop's streams are as quick as they can be; a copy happens when one must wait for it."""
+    for stream in simulator.loop_streams():
+        simulator.hurry(stream)
+
+
+def copies_first(simulator: Simulator) -> None:
+    """Copies happen at once; what the loop has queued does not, before the host waits."""
+    for stream in simulator.streams:
+        if stream not in simulator.loop_streams():
+            while stream.step():
+                pass
+
+
+def at_random(seed: int) -> Schedule:
+    draw = random.Random(seed)
+
+    def schedule(simulator: Simulator) -> None:
+        for _ in range(draw.randrange(4)):
+            draw.choice(simulator.streams).step()
+
+    schedule.__name__ = f"at_random_{seed}"
+    return schedule
+
+
+class Simulator:
+    """What `torch.get_device_module` gives for the device."""
+
+    def __init__(self, schedule: Schedule, num_devices: int = 1) -> None:
+        self.schedule = schedule
+        self._num_devices = num_devices
+        self._lock = threading.RLock()
+        self._of_thread = threading.local()
+        self.streams: list[Stream] = []
+        self._default_streams = [self._new_stream(i, "default") for i in range(num_devices)]
+        self._free: defaultdict[tuple[Stream, int], list[Block]] = defaultdict(list)
+        self._freed_in_use: list[tuple[list[Point], Block]] = []
+        self.calls: list[Call] = []
+        self.num_bytes_left = 1 << 40
+        self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self.num_pinned = 0
+        """How many times memory was pinned."""
+        self.most_pinned = 0
+        """How many pieces of it there were at the same time."""
+
+    # -- the interface of a device module --------------------------------------------------------
+
+    def is_available(self):
+        return True
+
+    def is_initialized(self):
+        return True
+
+    def device_count(self):
+        return self._num_devices
+
+    def current_device(self):
+        return getattr(self._of_thread, "device", 0)
+
+    def set_device(self, device):
+        self._of_thread.device = device if isinstance(device, int) else torch.device(device).index
+
+    def Stream(self, device=None):  # noqa: N802 (a class, in a module)
+        index = self.current_device() if device is None else torch.device(device).index
+        return self._new_stream(index, "side")
+
+    def Event(self, *, blocking=False):  # noqa: N802
+        return Event(simulator=self, blocking=blocking)
+
+    def current_stream(self, device=None):
+        index = self.current_device() if device is None else torch.device(device).index
+        return self._streams_of_thread().get(index, self._default_streams[index])
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        current = self._streams_of_thread()
+        before = current.get(stream.device.index)
+        current[stream.device.index] = stream
+        try:
+            yield
+        finally:
+            current[stream.device.index] = before or self._default_streams[stream.device.index]
+
+    def manual_seed_all(self, seed):
+        pass
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def _streams_of_thread(self) -> dict[int, Stream]:
+        return self._of_thread.__dict__.setdefault("streams", {})
+
+    def _new_stream(self, index, name) -> Stream:
+        stream = Stream(torch.device(TYPE, index), simulator=self, name=name)
+        self.streams.append(stream)
+        return stream
+
+    # -- what happens on it ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def call(self, what: str, stream: Stream | None, about: Any = None) -> Iterator[None]:
+        with self._lock:
+            name = threading.current_thread().name
+            self.calls.append(Call(what, stream, about, name, self.current_device()))
+            yield
+            self.schedule(self)
+
+    def loop_streams(self) -> list[Stream]:
+        """Where the training loop computes: wherever kernels have been queued."""
+        return [stream for stream in self.streams if stream.name != "side"]
+
+    def loop_stream(self, index: int = 0) -> Stream:
+        return self._new_stream(index, "loop")
+
+    def hurry(self, stream: Stream) -> None:
+        """Let a stream come to its end, and others only as far as it has to wait for them."""
+        while stream.queue:
+            self.advance(stream)
+
+    def advance(self, stream: Stream) -> None:
+        """Let a stream do one thing more, or what it waits for."""
+        if not stream.step():
+            point = stream.queue[0]
+            assert isinstance(point, Point)
+            self.advance(point.stream)
+
+    def host_wait(self, point: Point | None = None) -> None:
+        with self.call("host waits", None):
+            while point is not None and not point.is_reached():
+                self.advance(point.stream)
+
+    def finish(self) -> None:
+        """What the training loop does at its end: wait for everything."""
+        with self._lock:
+            for stream in self.streams:
+                self.hurry(stream)
+
+    def read(self, tensor: torch.Tensor) -> Reading:
+        """Queue a kernel that reads a tensor. It has its address and does not keep it alive."""
+        assert isinstance(tensor, SimulatedTensor), f"{type(tensor)} is not on the device"
+        reading = Reading()
+        block, shape, dtype = tensor.block, tensor.shape, tensor.dtype
+        num_bytes = tensor.numel() * dtype.itemsize
+        stream = self.current_stream(tensor.device)
+
+        def kernel() -> None:
+            reading.value = block.memory[:num_bytes].clone().view(dtype).view(shape)
+
+        with self.call("kernel", stream, block):
+            stream.put(kernel)
+        return reading
+
+    def copy(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        index = self.current_device() if device.index is None else device.index
+        device = torch.device(TYPE, index)
+        stream = self.current_stream(device)
+        is_pinned = self.is_pinned(source)
+        with self.call("copy", stream, source.data_ptr() if is_pinned else None):
+            block = self._allocate(source.numel() * source.element_size(), stream)
+            source = source.detach() if is_pinned else source.detach().clone()
+
+            def work() -> None:
+                flat = source.contiguous().view(-1).view(torch.uint8)
+                block.memory[: flat.numel()] = flat
+
+            stream.put(work)
+            tensor = SimulatedTensor(block, source, device, self)
+            done = stream.point()
+        if not non_blocking:
+            self.host_wait(done)
+        # Seen by whoever looks at what is dispatched, as a real copy is.
+        seen = torch.Tensor._make_wrapper_subclass(SimulatedTensor, source.shape, device=device)
+        seen.clone_made = tensor
+        return torch.ops.aten.clone.default(seen)
+
+    def _allocate(self, num_bytes: int, stream: Stream) -> Block:
+        for entry in list(self._freed_in_use):
+            points, block = entry
+            if all(point.is_reached() for point in points):
+                self._freed_in_use.remove(entry)
+                self._free[block.stream, block.memory.numel()].append(block)
+        size = max(512, 1 << (max(num_bytes, 1) - 1).bit_length())
+        if free := self._free[stream, size]:
+            return free.pop()
+        if size > self.num_bytes_left:
+            raise torch.OutOfMemoryError(f"the simulated device has no {size} bytes left")
+        self.num_bytes_left -= size
+        return Block(torch.full((size,), POISON, dtype=torch.uint8), stream)
+
+    def free(self, block: Block) -> None:
+        with self._lock:
+            if block.used_on:
+                points = [stream.point() for stream in block.used_on]
+                block.used_on = set()
+                self._freed_in_use.append((points, block))
+            else:
+                self._free[block.stream, block.memory.numel()].append(block)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.call("pin", None):
+            storage = tensor.untyped_storage()
+            self._pinned[storage.data_ptr()] = storage
+            self.num_pinned += 1
+            self.most_pinned = max(self.most_pinned, len(self._pinned))
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    # -- how torch comes to know it --------------------------------------------------------------
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        empty, to = torch.empty, torch.Tensor.to
+        accelerator = torch.device(TYPE)
+
+        def empty_or_pinned(*args, pin_memory=False, **kwargs):
+            tensor = empty(*args, **kwargs)
+            return self.pin(tensor) if pin_memory else tensor
+
+        def pin_memory(tensor, *_):
+            return tensor if self.is_pinned(tensor) else self.pin(tensor.clone())
+
+        def to_or_copy(tensor, *args, **kwargs):
+            device = kwargs.get("device", args[0] if args else None)
+            device = torch.device(device) if isinstance(device, str) else device
+            if not isinstance(device, torch.device) or device.type != TYPE:
+                return to(tensor, *args, **kwargs)
+            return self.copy(tensor, device, kwargs.get("non_blocking", False))
+
+        monkeypatch.setattr(torch, TYPE, self, raising=False)
+        monkeypatch.setattr(torch, "empty", empty_or_pinned)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: self.is_pinned(tensor))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        monkeypatch.setattr(torch.Tensor, "to", to_or_copy)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: accelerator)
+        monkeypatch.setattr(torch.accelerator, "device_count", self.device_count)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", self.current_device)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self.set_device)

@@ -1,0 +1,432 @@
+"""That nothing is read before it is there, nor overwritten before it has been read.
+
+The device is simulated (`tests/simulated.py`), with schedules at the edges of what a device may do.
+The values that the loop's kernels read tell whether the protocol holds. Each of these changes in
+`spdl_torch/_transfer` makes a test here fail:
+
+In `receive`:
+ 1. no `wait_event`
+ 2. `wait_event` on the side stream instead of the loop's
+ 3. `wait_event` after the batch was given away (deferred to the next `receive`)
+ 4. no `record_stream`
+ 5. `record_stream` of the first tensor alone
+ 6. `record_stream` on the side stream instead of the loop's
+ 7. `record_stream` before `wait_event` (only the trace tells: no value depends on it)
+ 8. the stream that was current when the iterator was made, instead of the one that is now
+ 9. the host waits for the copies (`copied.synchronize()`)
+10. no event behind the loop's steps
+11. the event behind a step is recorded after `wait_event`
+
+In `send`:
+12. the event is recorded before the copies are started
+13. the event is recorded on the loop's stream instead of the side stream
+14. the event is not recorded
+15. copies on the loop's stream instead of the side stream
+16. copies that are not `non_blocking`
+17. buffers are given back before the copies are started, with the event of the batch before
+18. buffers are not given back after an error
+19. buffers are not given back at all
+20. no wait for the loop's queued steps
+21. a stream for every loader instead of one for the device
+22. objects with `to()` are moved without watching what they make
+
+In the ring:
+23. buffers are free at once, without asking the event
+24. a buffer that somebody else may refer to is used again
+
+In the threads:
+25. the device is not chosen in the sending thread
+26. the device is not chosen in the workers that pin
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+import spdl_torch
+from spdl_torch import DataLoader
+
+from .datasets import Sharded, Squares
+from .simulated import (
+    TYPE,
+    Simulator,
+    at_random,
+    copies_first,
+    copies_last,
+    everything_last,
+)
+
+NUM_BATCHES = 24
+SCHEDULES = [everything_last, copies_last, copies_first, *map(at_random, range(6))]
+
+
+@pytest.fixture(params=SCHEDULES, ids=lambda schedule: schedule.__name__)
+def simulator(request, monkeypatch):
+    simulator = Simulator(request.param)
+    simulator.install(monkeypatch)
+    return simulator
+
+
+@pytest.fixture
+def simulator_that(monkeypatch):
+    """Gives a simulator with one schedule."""
+
+    def simulated(schedule, num_devices=1):
+        simulator = Simulator(schedule, num_devices)
+        simulator.install(monkeypatch)
+        return simulator
+
+    return simulated
+
+
+class Pictures(Squares):
+    """A sample is a tensor and a label, from both of which one can tell which it is."""
+
+    def __init__(self, num_samples=2 * NUM_BATCHES, num_values=200):
+        super().__init__(num_samples)
+        self.num_values = num_values
+
+    def __getitem__(self, index):
+        return torch.full((self.num_values,), index, dtype=torch.int16), index
+
+
+def read_all(simulator, batches):
+    """What the kernels of a loop read that lets go of each batch at once."""
+    readings = []
+    for pictures, labels in batches:
+        readings.append((simulator.read(pictures), simulator.read(labels)))
+        del pictures, labels
+    simulator.finish()
+    return [
+        (pictures.value[:, -1].tolist(), labels.value.tolist()) for pictures, labels in readings
+    ]
+
+
+def expected(first=0, num_batches=NUM_BATCHES):
+    pairs = [[2 * n, 2 * n + 1] for n in range(first, num_batches)]
+    return [(pair, pair) for pair in pairs]
+
+
+# -- the values are right ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_the_loop_reads_what_was_sent(simulator, num_workers):
+    loader = DataLoader(Pictures(), batch_size=2, num_workers=num_workers, device=TYPE)
+    assert read_all(simulator, loader) == expected()
+
+
+def test_without_order_the_loop_reads_what_was_sent(simulator):
+    loader = DataLoader(Pictures(), batch_size=2, num_workers=3, device=TYPE, in_order=False)
+    assert sorted(read_all(simulator, loader)) == expected()
+
+
+@pytest.mark.parametrize("schedule", [everything_last, copies_last, copies_first])
+def test_batches_of_worker_processes_are_read_as_they_were_sent(simulator_that, schedule):
+    simulator = simulator_that(schedule)
+    loader = DataLoader(
+        Pictures(20), batch_size=2, num_workers=1, worker_method="multiprocessing", device=TYPE
+    )
+    assert read_all(simulator, loader) == expected(num_batches=10)
+
+
+def test_epochs_of_persistent_workers_are_read_as_they_were_sent(simulator):
+    loader = DataLoader(
+        Pictures(), batch_size=2, num_workers=2, device=TYPE, persistent_workers=True
+    )
+    for num_taken in (1, 5, 3):
+        iterator = iter(loader)
+        batches = (next(iterator) for _ in range(num_taken))
+        assert read_all(simulator, batches) == expected(num_batches=num_taken)
+    assert read_all(simulator, loader) == expected()
+    loader.close()
+
+
+def test_a_loop_that_computes_on_another_stream_reads_what_was_sent(simulator):
+    loader = DataLoader(Pictures(), batch_size=2, num_workers=2, device=TYPE)
+    iterator = iter(loader)
+    batches = read_all(simulator, [next(iterator)])
+    with simulator.stream(simulator.loop_stream()):
+        batches += read_all(simulator, iterator)
+    assert batches == expected()
+
+
+def test_own_collate_functions_are_pinned_and_read_as_they_were_sent(simulator):
+    def collate(samples):
+        pictures, labels = zip(*samples, strict=True)
+        return torch.stack(pictures), torch.tensor(labels)
+
+    loader = DataLoader(Pictures(), 2, num_workers=2, collate_fn=collate, device=TYPE)
+    assert read_all(simulator, loader) == expected()
+    assert all(call.about is not None for call in simulator.calls if call.what == "copy")
+
+
+def test_samples_without_batches_are_read_as_they_were_sent(simulator):
+    loader = DataLoader(Pictures(9), batch_size=None, num_workers=2, device=TYPE)
+    readings = [simulator.read(picture) for picture, _ in loader]
+    simulator.finish()
+    assert [reading.value[0].item() for reading in readings] == list(range(9))
+
+
+def test_an_iterable_dataset_is_read_as_it_was_sent(simulator):
+    loader = DataLoader(Sharded(40), batch_size=2, num_workers=2, device=TYPE)
+    readings = [simulator.read(batch) for batch in loader]
+    simulator.finish()
+    assert sorted(n for reading in readings for n in reading.value.tolist()) == list(range(40))
+
+
+def test_a_loop_of_ones_own_reads_what_it_has_transferred(simulator):
+    batches = (
+        spdl_torch.transfer((picture.unsqueeze(0).pin_memory(), torch.tensor([label])), TYPE)
+        for picture, label in map(Pictures().__getitem__, range(20))
+    )
+    assert read_all(simulator, batches) == [([n], [n]) for n in range(20)]
+
+
+def test_two_loaders_in_turn_are_read_as_they_were_sent(simulator):
+    loaders = [DataLoader(Pictures(), 2, num_workers=1, device=TYPE) for _ in range(2)]
+    batches = (batch for pair in zip(*loaders, strict=True) for batch in pair)
+    assert read_all(simulator, batches)[::2] == expected()
+    assert len(simulator.streams) == 2  # The loop's, and one for all copies.
+
+
+# -- the steps ------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_a_batch_are_taken_in_order(simulator_that):
+    simulator = simulator_that(copies_first)
+    iterator = iter(DataLoader(Pictures(2), batch_size=2, num_workers=1, device=TYPE))
+    next(iterator)
+    side, loop = simulator.streams[1], simulator.current_stream()
+    steps = [(call.what, call.stream) for call in simulator.calls if call.stream is not None]
+    assert steps == [
+        ("copy", side),
+        ("copy", side),
+        ("record", side),
+        ("wait", loop),
+        ("record_stream", loop),
+        ("record_stream", loop),
+    ]
+    events = [call.about for call in simulator.calls if call.what in ("record", "wait")]
+    assert events[0] is events[1]
+    assert "host waits" not in {call.what for call in simulator.calls}
+
+
+def test_copies_are_started_by_a_thread_of_their_own(simulator_that):
+    simulator = simulator_that(copies_first)
+    read_all(simulator, DataLoader(Pictures(), batch_size=2, num_workers=2, device=TYPE))
+    threads = {call.what: call.thread for call in simulator.calls}
+    assert threads["copy"] == "spdl_torch-transfer-0"
+    assert threads["wait"] == threads["record_stream"] == threading.current_thread().name
+
+
+def test_the_loop_never_waits_for_the_device(simulator):
+    read_all(simulator, DataLoader(Pictures(), batch_size=2, num_workers=2, device=TYPE))
+    waiting = {call.thread for call in simulator.calls if call.what == "host waits"}
+    assert waiting <= {"spdl_torch-transfer-0"}
+
+
+def test_a_loader_has_its_device_current_wherever_it_pins_and_copies(simulator_that):
+    simulator = simulator_that(copies_first, num_devices=3)
+    loader = DataLoader(Pictures(), batch_size=2, num_workers=2, device=f"{TYPE}:2")
+    assert read_all(simulator, loader) == expected()
+    used = {call.current_device for call in simulator.calls if call.what in ("pin", "copy")}
+    assert used == {2}
+    assert simulator.current_device() == 0
+
+
+def test_without_an_index_it_is_the_current_device_of_the_thread_that_made_the_loader(
+    simulator_that,
+):
+    simulator = simulator_that(copies_first, num_devices=2)
+    simulator.set_device(1)
+    loader = DataLoader(Pictures(), batch_size=2, num_workers=1, device=TYPE)
+    simulator.set_device(0)
+    pictures, _ = next(iter(loader))
+    assert pictures.device == torch.device(TYPE, 1)
+    assert loader.device == TYPE
+
+
+def test_loaders_for_two_devices_do_not_get_into_each_others_way(simulator_that):
+    simulator = simulator_that(everything_last, num_devices=2)
+    loaders = [DataLoader(Pictures(), 2, num_workers=1, device=f"{TYPE}:{i}") for i in (0, 1)]
+    readings = []
+    for batches in zip(*loaders, strict=True):
+        for index, (pictures, labels) in enumerate(batches):
+            assert pictures.device.index == labels.device.index == index
+            readings.append((simulator.read(pictures), simulator.read(labels)))
+        del batches, pictures, labels
+    simulator.finish()
+    read = [(a.value[:, -1].tolist(), b.value.tolist()) for a, b in readings]
+    assert read[::2] == read[1::2] == expected()
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def num_blocks(simulator):
+    """How much memory of the device was ever needed at the same time, in batches."""
+    return (2**40 - simulator.num_bytes_left) / (1024 + 512)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_memory_is_bounded_however_far_the_loop_is_ahead_of_the_device(simulator, num_workers):
+    dataset = Pictures(400)
+    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, device=TYPE)
+    assert len(read_all(simulator, loader)) == 200
+    # Two ahead of the loop, the one it has and the one before, and three it has queued.
+    assert num_blocks(simulator) <= 8
+    # And as many batches as the window has. A batch has two buffers.
+    assert simulator.num_pinned <= 2 * (8 + 2 * num_workers)
+
+
+def test_a_device_that_keeps_up_needs_few_buffers(simulator_that):
+    simulator = simulator_that(copies_first)
+    loader = DataLoader(Pictures(400), batch_size=2, num_workers=1, device=TYPE)
+    assert len(read_all(simulator, loader)) == 200
+    assert simulator.num_pinned <= 2 * 6
+
+
+def test_shapes_that_vary_share_buffers(simulator_that):
+    class Varying(Pictures):
+        def __getitem__(self, index):
+            return torch.full((120 + index % 8,), index, dtype=torch.int16), index
+
+    simulator = simulator_that(copies_first)
+    loader = DataLoader(Varying(400), batch_size=1, num_workers=1, device=TYPE)
+    assert read_all(simulator, loader) == [([n], [n]) for n in range(400)]
+    assert simulator.num_pinned <= 2 * 6
+
+
+# -- objects that move themselves -----------------------------------------------------------------
+
+
+class Hidden:
+    """Has a tensor that nobody can see from outside."""
+
+    def __init__(self, samples):
+        pictures, labels = zip(*samples, strict=True)
+        self._get = lambda: (torch.stack(pictures), torch.tensor(labels))
+
+    def pin_memory(self):
+        pictures, labels = self._get()
+        pinned = pictures.pin_memory(), labels.pin_memory()
+        self._get = lambda: pinned
+        return self
+
+    def to(self, device, non_blocking=False):
+        moved = tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self._get())
+        self._get = lambda: moved
+        return self
+
+    def __iter__(self):
+        return iter(self._get())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_an_object_moves_by_itself_is_read_as_it_was_sent(simulator, num_workers):
+    loader = DataLoader(
+        Pictures(), batch_size=2, num_workers=num_workers, collate_fn=Hidden, device=TYPE
+    )
+    assert read_all(simulator, loader) == expected()
+
+
+class HalfMoved(dict):
+    """Moves one of its tensors and leaves the other where it is."""
+
+    def to(self, device, non_blocking=False):
+        return HalfMoved(self, moved=self["moved"].to(device, non_blocking=non_blocking))
+
+
+class HalfMovedSamples(Squares):
+    def __getitem__(self, index):
+        return HalfMoved(moved=torch.tensor(index), left=torch.tensor(index))
+
+
+def test_a_tensor_that_an_object_keeps_in_pinned_memory_is_not_overwritten(simulator):
+    loader = DataLoader(HalfMovedSamples(40), batch_size=2, num_workers=2, device=TYPE)
+    batches = list(loader)
+    readings = [simulator.read(batch["moved"]) for batch in batches]
+    simulator.finish()
+    pairs = [[2 * n, 2 * n + 1] for n in range(20)]
+    assert [reading.value.tolist() for reading in readings] == pairs
+    assert [batch["left"].tolist() for batch in batches] == pairs
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class Refusing(Hidden):
+    """Cannot be moved if the batch begins with sample 4."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.is_bad = samples[0][1] == 4
+
+    def to(self, device, non_blocking=False):
+        super().to(device, non_blocking)
+        if self.is_bad:
+            raise LookupError("will not go there")
+        return self
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_object_that_cannot_be_moved_raises_at_its_batch(simulator, num_workers):
+    loader = DataLoader(
+        Pictures(), batch_size=2, num_workers=num_workers, collate_fn=Refusing, device=TYPE
+    )
+    for _ in range(2):
+        iterator = iter(loader)
+        batches = [next(iterator) for _ in range(2)]
+        with pytest.raises(LookupError, match="will not go there"):
+            next(iterator)
+        assert read_all(simulator, [*batches, *iterator]) == expected(num_batches=2) + expected(3)
+
+
+def test_an_error_says_that_it_comes_from_the_transfer(simulator_that):
+    simulator_that(copies_first)
+    with pytest.raises(LookupError) as caught:
+        list(DataLoader(Pictures(6), 2, num_workers=1, collate_fn=Refusing, device=TYPE))
+    (note,) = caught.value.__notes__
+    assert "transfer stage" in note
+    assert "batch 2 (sample indices 4, 5)" in note
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_memory_that_runs_out_is_an_error_at_its_batch_and_leaks_no_buffer(
+    simulator_that, num_workers
+):
+    simulator = simulator_that(copies_first)
+    simulator.num_bytes_left = 8 * (1024 + 512)
+    loader = DataLoader(Pictures(400), batch_size=2, num_workers=num_workers, device=TYPE)
+    iterator = iter(loader)
+    hoarded, num_errors = [], 0
+    for _ in range(200):
+        try:
+            hoarded.append(next(iterator))
+        except torch.OutOfMemoryError:
+            num_errors += 1
+    assert next(iterator, None) is None
+    assert num_errors == 192
+    assert read_all(simulator, hoarded) == expected(num_batches=8)
+    assert simulator.most_pinned <= 2 * (8 + 2 * num_workers)
+    del hoarded
+    simulator.num_bytes_left = 2**40
+    assert read_all(simulator, loader) == expected(num_batches=200)
+
+
+# -- a ring that is not needed --------------------------------------------------------------------
+
+
+def test_a_batch_that_is_pinned_for_the_loop_is_never_overwritten(simulator_that):
+    simulator = simulator_that(copies_first)
+    loader = DataLoader(Pictures(), batch_size=2, num_workers=2, pin_memory=True)
+    batches = list(loader)
+    assert all(simulator.is_pinned(pictures) for pictures, _ in batches)
+    addresses = Counter(pictures.data_ptr() for pictures, _ in batches)
+    assert max(addresses.values()) == 1
+    assert [labels.tolist() for _, labels in batches] == [pair for pair, _ in expected()]

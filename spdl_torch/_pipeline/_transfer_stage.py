@@ -10,10 +10,10 @@ from ._signal import Signal
 from ._stages import Operation, note_origin, without_our_frame
 from ._workers import Workers
 
-__all__ = ["TransferStage"]
+__all__ = ["Taken", "TransferStage"]
 
 
-class _Taken(NamedTuple):
+class Taken(NamedTuple):
     """What the consumer tells the worker."""
 
     signal: Signal
@@ -56,7 +56,7 @@ class TransferStage:
 
     def advance(self, signal: Signal, num_taken: int) -> None:
         """Let the batches go on whose turn has come, now that so many turns were taken."""
-        self._workers.put(_Taken(signal, num_taken))
+        self._workers.put(Taken(signal, num_taken))
 
     # -- what the worker does --------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class TransferStage:
     def dismiss_worker(self, worker_id: int) -> None:
         self.tools.pop(worker_id, None)
 
-    def work(self, task: Record | _Taken, tools: Operation) -> None:
+    def work(self, task: Record | Taken, tools: Operation) -> None:
         if task.signal.is_closed:
             return
         if task.signal is not self._signal:  # A new epoch.

@@ -18,7 +18,7 @@ What makes this right, in one place:
   the event behind the copy has completed.
 * Only a buffer whose every reader we know goes back into the ring: one that we have copied from
   ourselves. Any other is left to those who refer to it.
-* Receiving never waits for the device. Sending does when the loop is some steps ahead of it, or else
+* Receiving never waits for the device. Sending does when the loop is some steps ahead, or else
   copies would pile up, and the memory they need.
 """
 

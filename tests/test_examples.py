@@ -16,6 +16,7 @@ EXPECTED = {
     "replace_torch_loader.py": r"epoch 2: (9\d\.\d|100\.0)% correct",
     "resume_training.py": r"epoch 2 ended after step 189, world size 1\nrank 0 .* [0-9a-f]{8}\n",
     "staged_dataset.py": r"16 batches, sum 8372224\n",
+    "train_on_device.py": r"epoch 2: loss 0\.1\n",
 }
 
 

@@ -75,6 +75,19 @@ def test_ffmpeg_is_known_in_one_place():
     assert importers == {"_ffmpeg.py"}
 
 
+def test_streams_are_known_in_one_place():
+    words = ("record_stream(", "wait_event(", ".Stream(")
+    files = {p.name for p in PACKAGE.rglob("*.py") if any(word in p.read_text() for word in words)}
+    assert files == {"_transfer.py"}
+
+
+@pytest.mark.parametrize("package", ["_image", "_transfer"])
+def test_an_operation_with_rooms_imports_nothing_of_the_rest_of_the_house(package):
+    for path in (PACKAGE / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.ImportFrom) or node.level < 2, path.name
+
+
 def test_the_public_names_are_sorted_and_there():
     assert sorted(spdl_torch.__all__) == spdl_torch.__all__
     for name in spdl_torch.__all__:

@@ -146,18 +146,15 @@ class CallerIterator(_Iterator):
                 batch = self._collate_fn(samples)
             else:
                 batch = self._fetcher.fetch(drawn)
-        except Exception as error:
+        except Exception:
             # This batch will not come again: whoever asks for the next gets the one after it.
             self._deliver(number)
-            if isinstance(error, StopIteration):
-                # Raised out of __next__ it would end the training loop as if the epoch were over.
-                raise RuntimeError(
-                    f"the dataset raised {error!r} where a sample was expected"
-                ) from error
-            raise
+            with _NoStopIteration():
+                raise
         self._deliver(number)
         if self._transfer is not None:
-            return self._transfer.receive(self._transfer.send(batch))
+            with _NoStopIteration():
+                return self._transfer.receive(self._transfer.send(batch))
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _deliver(self, number: int) -> None:
@@ -192,7 +189,10 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
                 self._deliver()
             raise
         self._deliver()
-        return batch if self._device is None else transfer(batch, self._device)
+        if self._device is None:
+            return batch
+        with _NoStopIteration():
+            return transfer(batch, self._device)
 
     def _deliver(self) -> None:
         self._progress.deliver(self._num_delivered)
@@ -348,6 +348,16 @@ class _Epoch:
             )
         batch = record.take()
         return batch if self.transfer is None else self.transfer.receive(batch)
+
+
+class _NoStopIteration(contextlib.AbstractContextManager[None]):
+    """Raised out of __next__ it would end the training loop as if the epoch were over."""
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if isinstance(error, StopIteration):
+            raise RuntimeError(
+                f"the dataset raised {error!r} where a sample was expected"
+            ) from error
 
 
 def _transfer_of(loader: DataLoader[Any]) -> Transfer | None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from torchvision.tv_tensors import Image
 
 from spdl_torch._transfer._pinned import Loan, PinnedRing
 
@@ -92,6 +93,35 @@ def test_a_tensor_that_is_more_than_its_values_is_pinned_as_torch_does_it(ring, 
     assert torch.equal(pinned, tensor)
     assert pinned.requires_grad == tensor.requires_grad
     assert loan.buffers == {}
+
+
+def test_a_tensor_of_another_class_keeps_it(ring):
+    image = Image(torch.ones(3, 4, 4))
+    pinned = Loan(ring).pin(image)
+    assert type(pinned) is Image
+    assert torch.equal(pinned, image)
+
+
+def test_a_tensor_on_a_device_is_left_alone(ring):
+    tensor = torch.ones(3, device="meta")
+    assert Loan(ring).pin(tensor) is tensor
+
+
+def test_buffers_are_found_whatever_device_is_the_default(ring):
+    with torch.device("meta"):
+        loan = Loan(ring)
+        assert loan.empty((3,), dtype=torch.uint8).device.type == "cpu"
+        assert loan.empty((0,), dtype=torch.uint8).device.type == "cpu"
+
+
+def test_a_look_at_a_copy_that_is_not_done_leaves_it_first(ring):
+    buffers = [ring.take(8) for _ in range(3)]
+    events = [Copied() for _ in buffers]
+    for buffer, copied in zip(buffers, events, strict=True):
+        ring.give_back([buffer], copied)
+    ring.take(8)
+    events[0].done = True
+    assert ring.take(8) is buffers[0]
 
 
 def test_what_is_pinned_already_is_left_alone(ring):

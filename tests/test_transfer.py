@@ -209,6 +209,56 @@ def test_what_a_batch_had_besides_its_items_is_kept():
     assert output["logits"] is output.logits
 
 
+class Spread(tuple):
+    def __new__(cls, *values):
+        return super().__new__(cls, values)
+
+
+class Extended(Pair):
+    pass
+
+
+class ItemsAreAttributes(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class WriteOnce(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("cannot be changed")
+
+
+@dataclasses.dataclass(slots=True)
+class NeverSet:
+    image: Any
+    later: Any = dataclasses.field(init=False)
+
+
+class KeywordsOnly(ReadOnly):
+    def __init__(self, **items):
+        super().__init__(items)
+
+
+def test_containers_with_a_will_of_their_own_are_moved_too():
+    spread = spdl_torch.transfer(Spread(image(), 3), "meta")
+    assert type(spread) is Spread
+    assert devices(spread[0]) == ["meta"]
+    assert spread[1] == 3
+    extended = Extended(image(), 3)
+    extended.name = "kept"
+    moved = spdl_torch.transfer(extended, "meta")
+    assert (type(moved), moved.name, devices(moved)) == (Extended, "kept", ["meta"])
+    moved = spdl_torch.transfer(ItemsAreAttributes(a=image()), "meta")
+    assert moved.a is moved["a"]
+    assert devices(moved) == ["meta"]
+    assert devices(spdl_torch.transfer(WriteOnce(a=image()), "meta")) == ["meta"]
+    assert devices(spdl_torch.transfer(KeywordsOnly(a=image()), "meta")) == ["meta"]
+    assert devices(spdl_torch.transfer(NeverSet(image()), "meta").image) == ["meta"]
+    text = collections.UserString("text")
+    assert spdl_torch.transfer([text], "meta")[0] is text
+
+
 def test_the_batch_itself_is_left_as_it_was():
     batch = {"a": [image()], "b": Labelled(image())}
     spdl_torch.transfer(batch, "meta")
@@ -292,6 +342,98 @@ def test_the_transfer_has_a_thread_of_its_own_that_is_no_worker_of_torchs():
         DataLoader(Squares(2), num_workers=2, collate_fn=lambda _: Watching(image()), device="meta")
     )
     assert seen == [("spdl_torch-transfer-0", None, 1)] * 2
+
+
+def iterators():
+    return pytest.mark.parametrize(
+        "workers",
+        [
+            {"num_workers": 0},
+            {"num_workers": 2},
+            {"num_workers": 1, "worker_method": "multiprocessing"},
+        ],
+        ids=["calling thread", "threads", "processes"],
+    )
+
+
+class Failing:
+    """Raises when the batch of sample 2 is moved."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def to(self, _device):
+        if self.samples == [2]:
+            raise StopIteration
+        return self.samples
+
+
+@iterators()
+def test_stop_iteration_from_an_object_does_not_end_the_loop(workers):
+    iterator = iter(DataLoader(range(5), collate_fn=Failing, device="meta", **workers))
+    assert [next(iterator) for _ in range(2)] == [[0], [1]]
+    with pytest.raises(RuntimeError, match=r"raised StopIteration\(\)"):
+        next(iterator)
+    assert list(iterator) == [[3], [4]]
+
+
+@iterators()
+def test_a_batch_that_could_not_be_moved_counts_as_delivered(workers):
+    loader = DataLoader(range(5), collate_fn=Failing, device="meta", **workers)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    with pytest.raises(RuntimeError):
+        next(iterator)
+    state = loader.state_dict()
+    again = DataLoader(range(5), collate_fn=Failing, device="meta", **workers)
+    again.load_state_dict(state)
+    assert list(again) == [[3], [4]]
+
+
+def test_without_order_an_error_does_not_overtake_the_batches_of_its_worker():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return self
+
+        def __init__(self):
+            self.number = 0
+
+        def __next__(self):
+            self.number += 1
+            if self.number == 4:
+                raise ValueError("4")
+            if self.number == 7:
+                raise StopIteration
+            return self.number
+
+    class Slow(Movable):
+        def to(self, _device):
+            # Not before the worker is at its end.
+            assert all_made.acquire(timeout=20)
+            all_made.release()
+            return self.tensor
+
+    all_made = threading.Semaphore(0)
+
+    def collate(samples):
+        if samples == [6]:
+            all_made.release()
+        return Slow(samples)
+
+    loader = DataLoader(
+        Stream(),
+        num_workers=1,
+        prefetch_factor=6,
+        in_order=False,
+        collate_fn=collate,
+        device="meta",
+    )
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(3)] == [[1], [2], [3]]
+    with pytest.raises(ValueError, match="4"):
+        next(iterator)
+    assert list(iterator) == [[5], [6]]
 
 
 # -- which device ---------------------------------------------------------------------------------

@@ -302,6 +302,38 @@ def test_shapes_that_vary_share_buffers(simulator_that):
     assert simulator.num_pinned <= 2 * 6
 
 
+def test_the_default_collate_writes_straight_into_the_buffers(simulator_that, monkeypatch):
+    simulator = simulator_that(copies_first)
+    stack, outs = torch.stack, []
+
+    def stack_into(tensors, *args, out=None, **kwargs):
+        outs.append(out)
+        return stack(tensors, *args, out=out, **kwargs)
+
+    monkeypatch.setattr(torch, "stack", stack_into)
+    for num_workers in (0, 1):
+        loader = DataLoader(Pictures(8), batch_size=2, num_workers=num_workers, device=TYPE)
+        assert read_all(simulator, loader) == expected(num_batches=4)
+    assert len(outs) == 8
+    assert all(simulator.is_pinned(out) for out in outs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pin_memory_makes_no_difference_beside_a_device(simulator_that, num_workers):
+    simulator = simulator_that(copies_first)
+    loader = DataLoader(Pictures(400), 2, num_workers=num_workers, device=TYPE, pin_memory=True)
+    assert read_all(simulator, loader) == expected(num_batches=200)
+    assert simulator.num_pinned <= 2 * (8 + 2 * num_workers)
+
+
+def test_a_loop_that_leaves_inference_mode_goes_on(simulator_that):
+    simulator = simulator_that(copies_first)
+    iterator = iter(DataLoader(Pictures(), batch_size=2, device=TYPE))
+    with torch.inference_mode():
+        first = [next(iterator) for _ in range(3)]
+    assert read_all(simulator, [*first, *iterator]) == expected()
+
+
 # -- objects that move themselves -----------------------------------------------------------------
 
 
@@ -325,6 +357,12 @@ class Hidden:
 
     def __iter__(self):
         return iter(self._get())
+
+
+def test_an_object_that_can_be_pinned_is_pinned_before_it_is_moved(simulator_that):
+    simulator = simulator_that(copies_first)
+    read_all(simulator, DataLoader(Pictures(8), 2, num_workers=2, collate_fn=Hidden, device=TYPE))
+    assert all(call.about is not None for call in simulator.calls if call.what == "copy")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

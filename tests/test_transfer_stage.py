@@ -8,6 +8,7 @@ import pytest
 
 from spdl_torch._pipeline import Pipeline, Place, Record, ThreadStage, TransferStage
 from spdl_torch._pipeline._signal import Signal
+from spdl_torch._pipeline._stages import pass_on
 from spdl_torch._pipeline._transfer_stage import Taken
 
 from .datasets import PATIENCE_SECONDS
@@ -76,20 +77,23 @@ def test_without_order_batches_are_taken_on_as_they_come():
     assert by_hand.batches == [4, 3, 2, 1]
 
 
-def test_nothing_of_one_epoch_gets_into_the_next():
-    by_hand = ByHand(in_order=True)
-    before = [by_hand.arrive(number) for number in range(4)]
-    by_hand.advance(1)
-    by_hand.signal.close()
-    left_behind = by_hand.signal
-    by_hand.signal = Signal()
-    for number in range(4):
+@pytest.mark.parametrize("in_order", [True, False])
+def test_nothing_of_one_epoch_gets_into_the_next(in_order):
+    by_hand = ByHand(in_order=in_order)
+    first_epoch = by_hand.signal
+    before = [by_hand.arrive(number) for number in range(10, 14)]
+    assert by_hand.batches == ([] if in_order else [10, 11])
+    first_epoch.close()
+    by_hand.signal, by_hand.batches = Signal(), []
+    for number in range(2):
         by_hand.arrive(number)
-    assert by_hand.batches == [0, 1, 2, 0, 1]
-    by_hand.signal, current = left_behind, by_hand.signal
-    by_hand.advance(4)
-    by_hand.signal = current
-    assert by_hand.batches == [0, 1, 2, 0, 1]
+    by_hand.advance(1)
+    # What is said late of the first epoch is no news.
+    by_hand.stage.work(Taken(first_epoch, 0), by_hand.operation)
+    by_hand.arrive(2)
+    assert by_hand.batches == [0, 1, 2]
+    by_hand.advance(20)
+    assert by_hand.batches == [0, 1, 2]
     assert not before[3].is_finished
 
 
@@ -149,3 +153,137 @@ def test_the_consumer_makes_room_by_taking_batches(in_order):
     assert batches == list(range(num_batches))
     # It may be told that one was taken before the loop that counts here has it.
     assert most_ahead <= num_ahead + 1
+
+
+def test_an_error_waits_for_its_turn_and_is_not_taken_on():
+    """Overtaking the batches of its worker, it would be delivered before them."""
+    by_hand = ByHand(in_order=False, num_ahead=1)
+    by_hand.arrive(0)
+    by_hand.arrive(1)
+    failed = Record(2, [2], [2], by_hand.signal)
+    failed.fail(0, KeyError(2))
+    by_hand.stage.work(failed, by_hand.operation)
+    assert not failed.is_finished
+    by_hand.advance(2)
+    assert failed.is_finished
+    assert by_hand.batches == [0, 1]
+
+
+def test_a_worker_that_ends_keeps_no_batch():
+    by_hand = ByHand(in_order=True)
+    record = by_hand.arrive(7)
+    by_hand.stage.dismiss_worker(0)
+    by_hand.advance(7)
+    assert not record.is_finished
+
+
+@pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt])
+def test_an_error_in_the_transfer_is_its_batchs_without_our_frames(error):
+    by_hand = ByHand(in_order=True)
+
+    def fail(batch):
+        raise error(batch)
+
+    record = Record(0, [0], [0], by_hand.signal)
+    record.hold(0)
+    by_hand.stage.work(record, fail)
+    assert type(record.error) is error
+    assert record.error.__traceback__.tb_frame.f_code is fail.__code__
+
+
+class Waking:
+    """A pipeline whose consumer stands still, until it is told to go on."""
+
+    def __init__(self, *, in_order, operation=lambda index: index, num_batches=8):
+        self.begun = threading.Semaphore(0)
+        self.num_begun = 0
+
+        def transfer(batch):
+            self.num_begun += 1
+            self.begun.release()
+            return batch
+
+        def set_up(_worker_id, _place):
+            return operation, lambda samples: samples[0]
+
+        last = TransferStage("transfer", lambda: transfer, num_ahead=2, in_order=in_order)
+        first = ThreadStage("preprocess", [0, 1], set_up, is_first=True, transfer_stage=last)
+        self.pipeline = Pipeline(
+            first, [first, last], last_stage=last, capacity=8, in_order=in_order, batched=True
+        )
+        self.pipeline.begin(iter([[n] for n in range(num_batches)]))
+        self.pipeline.start()
+
+    def wait_until_begun(self, number):
+        for _ in range(number):
+            assert self.begun.acquire(timeout=PATIENCE_SECONDS)
+
+    def next(self):
+        return self.pipeline.next(PATIENCE_SECONDS).take()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_taking_a_batch_lets_another_on_before_the_next_is_asked_for(in_order):
+    waking = Waking(in_order=in_order)
+    waking.next()
+    waking.wait_until_begun(3)
+    waking.pipeline.close()
+    assert waking.num_begun == 3
+
+
+def test_without_order_a_slow_batch_does_not_hold_up_the_transfer_of_others():
+    go_on = threading.Event()
+
+    def operation(index):
+        if index == 0:
+            assert go_on.wait(PATIENCE_SECONDS)
+        return index
+
+    waking = Waking(in_order=False, operation=operation)
+    assert sorted(waking.next() for _ in range(7)) == list(range(1, 8))
+    go_on.set()
+    assert waking.next() == 0
+    waking.pipeline.close()
+
+
+class Interrupting(TransferStage):
+    """Is interrupted while the consumer tells it something."""
+
+    def advance(self, signal, num_taken):
+        super().advance(signal, num_taken)
+        if num_taken == 2:
+            self.advance = super().advance
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_call_loses_no_batch():
+    def set_up(_worker_id, _place):
+        return (lambda index: index), lambda samples: samples[0]
+
+    last = Interrupting("transfer", lambda: lambda batch: batch, num_ahead=2, in_order=True)
+    first = ThreadStage("preprocess", [0], set_up, is_first=True, transfer_stage=last)
+    pipeline = Pipeline(
+        first, [first, last], last_stage=last, capacity=4, in_order=True, batched=True
+    )
+    pipeline.begin(iter([[n] for n in range(6)]))
+    pipeline.start()
+    batches = [pipeline.next(PATIENCE_SECONDS).take()]
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.next(PATIENCE_SECONDS)
+    while (record := pipeline.next(PATIENCE_SECONDS)) is not None:
+        batches.append(record.take())
+    pipeline.close()
+    assert batches == list(range(6))
+
+
+def test_a_batch_that_was_given_up_is_not_taken_on():
+    """The consumer was interrupted when it handed the batch out, and has had an error for it."""
+    waiting = ByHand(in_order=False)
+    record = Record(0, [0], [0], waiting.signal)
+    record.fail(0, RuntimeError("interrupted"))
+    record.finish()
+    with pytest.raises(RuntimeError):
+        record.take()
+    pass_on(record, "batch", waiting.stage)
+    assert record.batch is None
+    assert record.turn is None

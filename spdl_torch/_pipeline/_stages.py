@@ -383,8 +383,13 @@ class ThreadStage:
 
 
 def pass_on(record: Record, batch: Any, transfer_stage: BatchStage | None) -> None:
-    """Leave the batch for the stage behind collate, or what there is for the consumer."""
-    if transfer_stage is None or record.error is not None or record.is_exhausted:
+    """Leave the batch for the stage behind collate, or what there is for the consumer.
+
+    An error goes the way of the batches: one worker's must not overtake each other.
+    """
+    if record.is_finished:
+        return  # The consumer was interrupted when it handed the batch out, and has given it up.
+    if transfer_stage is None or record.is_exhausted:
         record.finish(batch)
     else:
         record.hold(batch)

@@ -64,6 +64,7 @@ class TransferStage:
         return self._set_up()
 
     def dismiss_worker(self, worker_id: int) -> None:
+        self._waiting.clear()
         self.tools.pop(worker_id, None)
 
     def work(self, task: Record | Taken, tools: Operation) -> None:
@@ -91,7 +92,7 @@ class TransferStage:
 
     def _take_on(self, record: Record, operation: Operation) -> None:
         batch = None
-        if not record.is_abandoned:
+        if not record.is_abandoned and record.error is None:
             try:
                 batch = operation(record.batch)
             except BaseException as error:

@@ -112,7 +112,7 @@ class Window:
                 continue  # What was pending has turned out to be exhausted: draw again.
             # Never wait with a batch that no worker has been told of: another may depend on it.
             if not self._open():
-                self._advance()
+                self._advance(self._pending[0].number)
                 self._wait(deadline)
         self._draw(self._capacity + 1)
         # Let the workers go on while the consumer computes. Unless it is back before they are
@@ -125,10 +125,11 @@ class Window:
         ):
             self._open()
         record = self._pending[position]
-        # Interrupted between these two, rather one batch too many is let on than one too few.
+        # Before it is taken out: an interrupted call must not lose it. Then one batch too many may
+        # be let on, but never one too few.
         self._num_turns_taken += record.turn is not None
+        self._advance(record.number + 1)
         del self._pending[position]
-        self._advance()
         self._returned = time.perf_counter()
         return record
 
@@ -194,15 +195,17 @@ class Window:
                 return position
         return None
 
-    def _advance(self) -> None:
-        """Tell the last stage how many turns were taken, if it does not know."""
+    def _advance(self, first_number: int) -> None:
+        """Tell the last stage how many turns were taken, if it does not know.
+
+        Args:
+            first_number: of the first batch, in order, that has not been taken.
+
+        """
         if self._last_stage is None:
             return
-        if self._last_stage.in_order:
-            # Those that were passed over, or failed before they came there, had a turn too.
-            num_taken = self._pending[0].number if self._pending else self._num_drawn
-        else:
-            num_taken = self._num_turns_taken
+        # In order, those that were passed over or failed on the way had a turn too.
+        num_taken = first_number if self._last_stage.in_order else self._num_turns_taken
         if num_taken != self._num_turns_told:
             self._last_stage.advance(self._signal, num_taken)
             self._num_turns_told = num_taken

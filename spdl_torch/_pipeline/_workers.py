@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections import deque
@@ -37,6 +38,8 @@ _Report = tuple[int, BaseException | None]
 
 _STOP: Final = object()
 
+_ring = operator.methodcaller("release")
+
 
 class _TaskQueue:
     """Hands each task to one worker: to one that is awake, or else to the one that slept last.
@@ -52,14 +55,14 @@ class _TaskQueue:
     def __init__(self) -> None:
         self._tasks: deque[Any] = deque()
         self._sleepers: list[threading.Lock] = []
+        self._rings = map(_ring, iter(self._sleepers.pop, None))
+        """Each `next` takes one bell and rings it: one operation, because an interrupt between the
+        two would leave a worker asleep for ever."""
 
     def put(self, task: Any) -> None:
         self._tasks.append(task)
-        try:
-            bell = self._sleepers.pop()
-        except IndexError:
-            return
-        bell.release()
+        with contextlib.suppress(IndexError):
+            next(self._rings)
 
     def get(self, bell: threading.Lock) -> Any:
         """The next task. The bell is the calling thread's own lock, which it has acquired."""

@@ -57,7 +57,9 @@ class PinnedRing:
             buffer = self._free[size].pop()
         except IndexError:
             self._num_fresh[thread] += 1
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            # It outlives the mode in which the calling thread may be now.
+            with torch.inference_mode(False):
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._num_reused[thread] += 1
         return buffer
 
@@ -91,7 +93,7 @@ class Loan:
         """A contiguous tensor in one of the buffers."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         buffer = self._ring.take(num_bytes)
         self.buffers[buffer.data_ptr()] = buffer
         return buffer[:num_bytes].view(dtype).view(shape)

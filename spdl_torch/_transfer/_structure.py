@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
@@ -12,7 +13,7 @@ import torch
 __all__ = ["replaced"]
 
 _HOLDS_NOTHING: Final = {bool, bytes, complex, float, int, str, type(None)}
-_NOT_A_SEQUENCE: Final = (str, bytes, bytearray, memoryview)
+_NOT_A_SEQUENCE: Final = (str, bytes, bytearray, memoryview, collections.UserString)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -38,7 +39,8 @@ def replaced(batch: Any, replace: Callable[[Any], Any]) -> Any:
         fields = [f.name for f in dataclasses.fields(batch) if hasattr(batch, f.name)]
         olds: list[Any] = [getattr(batch, name) for name in fields]
         news = _all_replaced(olds, replace)
-        return batch if news is olds else _dataclass_like(batch, zip(fields, news, strict=True))
+        changed = [(f, n) for f, o, n in zip(fields, olds, news, strict=True) if o is not n]
+        return _dataclass_like(batch, changed) if changed else batch
     if isinstance(batch, Mapping):
         olds = list(batch.values())
         news = _all_replaced(olds, replace)
@@ -73,16 +75,18 @@ def _dataclass_like(batch: Any, fields: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _mapping_like(batch: Mapping[Any, Any], items: Iterable[tuple[Any, Any]]) -> Any:
-    if isinstance(batch, MutableMapping):
-        clone = copy.copy(batch)
-        for key, value in items:
-            clone[key] = value
-        return clone
     new = dict(items)
     try:
-        return type(batch)(new)  # type: ignore[call-arg]
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(new)  # type: ignore[call-arg]
+        clone = copy.copy(batch)
+        if getattr(batch, "__dict__", None) is batch:  # Its attributes are its items.
+            clone.__dict__ = clone  # type: ignore[assignment]
+        for key, value in new.items():
+            clone[key] = value
     except TypeError:
         return new
+    return clone
 
 
 def _sequence_like(batch: Sequence[Any], values: list[Any]) -> Any:
@@ -91,9 +95,18 @@ def _sequence_like(batch: Sequence[Any], values: list[Any]) -> Any:
         for position, value in enumerate(values):
             clone[position] = value
         return clone
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(values)
     try:
-        return type(batch)(values)  # type: ignore[call-arg]
+        return _tuple_like(batch, values) if isinstance(batch, tuple) else type(batch)(values)  # type: ignore[call-arg]
     except TypeError:
         return tuple(values)
+
+
+def _tuple_like(batch: tuple[Any, ...], values: list[Any]) -> Any:
+    try:
+        # Whatever its own constructor makes of its arguments.
+        clone = tuple.__new__(type(batch), values)
+    except TypeError:  # What torch.max() and the like give.
+        return type(batch)(values)
+    if hasattr(batch, "__dict__"):
+        clone.__dict__.update(batch.__dict__)
+    return clone

@@ -24,19 +24,18 @@ In `send`:
 15. copies on the loop's stream instead of the side stream
 16. copies that are not `non_blocking`
 17. buffers are given back before the copies are started, with the event of the batch before
-18. buffers are not given back after an error
-19. buffers are not given back at all
-20. no wait for the loop's queued steps
-21. a stream for every loader instead of one for the device
-22. objects with `to()` are moved without watching what they make
+18. buffers are not given back at all
+19. no wait for the loop's queued steps
+20. a stream for every loader instead of one for the device
+21. objects with `to()` are moved without watching what they make
 
 In the ring:
-23. buffers are free at once, without asking the event
-24. a buffer that somebody else may refer to is used again
+22. buffers are free at once, without asking the event
+23. a buffer that somebody else may refer to is used again
 
 In the threads:
-25. the device is not chosen in the sending thread
-26. the device is not chosen in the workers that pin
+24. the device is not chosen in the sending thread
+25. the device is not chosen in the workers that pin
 """
 
 from __future__ import annotations
@@ -214,6 +213,17 @@ def test_the_steps_of_a_batch_are_taken_in_order(simulator_that):
     events = [call.about for call in simulator.calls if call.what in ("record", "wait")]
     assert events[0] is events[1]
     assert "host waits" not in {call.what for call in simulator.calls}
+
+
+def test_a_step_ends_before_the_loop_waits_for_the_next_batch(simulator_that):
+    """Or else the sending thread, which waits for the step, would wait for a copy too."""
+    simulator = simulator_that(copies_first)
+    iterator = iter(DataLoader(Pictures(4), batch_size=2, num_workers=1, device=TYPE))
+    for _ in range(2):
+        next(iterator)
+    steps = [call.what for call in simulator.calls if call.stream is simulator.current_stream()]
+    received = ["wait", "record_stream", "record_stream"]
+    assert steps == [*received, "record", *received]
 
 
 def test_copies_are_started_by_a_thread_of_their_own(simulator_that):

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
+from ._errors import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSamples
+from ._randomness import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
 from ._transfer import transfer
 from ._version import __version__
@@ -12,13 +14,18 @@ if TYPE_CHECKING:
     from ._image import ImageError, ImageLoader
 
 __all__ = [
+    "BadSample",
     "DataLoader",
     "DistributedDeterministicSampler",
     "DistributedRandomSampler",
     "ImageError",
     "ImageLoader",
+    "ReplaceBadSamples",
+    "RetryLoad",
     "StagedDataset",
+    "TooManyBadSamples",
     "__version__",
+    "sample_rng",
     "transfer",
 ]
 

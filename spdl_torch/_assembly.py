@@ -25,6 +25,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from ._collate import default_collate
 from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
+from ._errors import Remedies, substitutes
 from ._pipeline import (
     AsyncStage,
     ExecutorStage,
@@ -32,21 +33,35 @@ from ._pipeline import (
     Pipeline,
     Place,
     Record,
+    Remedy,
+    SampleStage,
     ThreadStage,
     TransferStage,
 )
-from ._progress import IterableProgress, MapProgress, Progress, SampleCount
-from ._randomness import RandomnessOfSamples, SampleGenerators, seed_as_worker_process
+from ._progress import LOAD, PREPROCESS, IterableProgress, MapProgress, Progress, SampleCount
+from ._randomness import (
+    CurrentGenerators,
+    CurrentlyOf,
+    DrawsOfSamples,
+    Keyed,
+    KeyedHook,
+    RandomnessOfSamples,
+    SampleGenerators,
+    restart_sample,
+    seed_as_worker_process,
+)
 from ._transfer import Transfer
 from ._worker_info import set_worker_info
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader
 
-__all__ = ["Workshop", "assemble", "collate_for", "one_walk_at_a_time"]
-
-_LOAD, _PREPROCESS = 1, 0
-"""What a sample draws in one stage has nothing to do with what it draws in the other."""
+__all__ = [
+    "Workshop",
+    "assemble",
+    "collate_for",
+    "one_walk_at_a_time",
+]
 
 _MIN_IO_WORKERS = 8
 """I/O workers wait most of the time, so it takes more of them than there are CPU workers."""
@@ -78,6 +93,7 @@ class Workshop:
     """Seeds the datapipes of an epoch."""
     pin_device: tuple[str | None, int] | None
     transfer: Transfer | None
+    remedies: Remedies
     progress: Progress
     """Of the epoch that runs now."""
     num_workers: int = 0
@@ -115,10 +131,11 @@ class Workshop:
             shared_seed=iterator._shared_seed,
             pin_device=pin_device,
             transfer=iterator._transfer,
+            remedies=loader._remedies,
             progress=iterator._progress,
         )
 
-    def enter(self, worker_id: int, generators: SampleGenerators | None = None) -> Any:
+    def enter(self, worker_id: int, generators: CurrentGenerators) -> Any:
         """Make the calling thread a worker; gives its dataset."""
         # For this thread only. Without it every worker's resize and stack would call in the
         # intra-op threads of all cores, and they would fight.
@@ -148,8 +165,9 @@ class Workshop:
 
     def _enter_at(self, place: Place, worker_id: int, generators: SampleGenerators) -> Any:
         """Make the calling thread a worker whose samples draw from these generators."""
-        dataset = self.enter(worker_id, generators)
-        if type(dataset) is not TensorDataset:  # That draws nothing.
+        dataset = self.enter(worker_id, CurrentGenerators(generators))
+        # Neither of those draws anything.
+        if type(dataset) is not TensorDataset or self.collate_fn is not default_collate:
             place.surroundings = RandomnessOfSamples(generators)
         return dataset
 
@@ -161,15 +179,16 @@ class Workshop:
         workshop = weakref.ref(self)
 
         def where() -> tuple[Any, ...]:
-            assert place.record is not None, "a worker draws between two batches"
-            return place.record.signal, place.record.number, place.slot
+            record, slot = place.record, place.slot
+            assert record is not None, "a worker draws between two batches"
+            # The index too: another sample may have taken the place of one that failed.
+            return record.signal, record.number, slot, record.indices[slot] if slot >= 0 else None
 
         def key() -> tuple[int, ...]:
             owner = workshop()
             assert owner is not None
-            assert isinstance(owner.progress, MapProgress)
             assert place.record is not None
-            return owner.progress.sample_key(place.record, place.slot, stage)
+            return owner._key(place.record, place.slot, stage)
 
         return SampleGenerators(where, key)
 
@@ -185,22 +204,42 @@ class Workshop:
         return SampleGenerators(lambda: (count.epoch, count.number), key)
 
     def load_worker(self, worker_id: int, place: Place) -> tuple[Callable[[Any], Any] | None, None]:
-        dataset = self._enter_at(place, worker_id, self._generators_at(place, _LOAD))
-        return hooks_of(dataset, batched=self.batched).load, None
+        dataset = self._enter_at(place, worker_id, self._generators_at(place, LOAD))
+        load = self.hooks_of(dataset).load
+        return None if load is None else self.remedies.retried(load, restart_sample), None
 
-    def async_load_worker(self, worker_id: int) -> Callable[[Any], Any]:
-        load = hooks_of(self.enter(worker_id), batched=self.batched).load
+    def hooks_of(self, dataset: Any) -> Hooks:
+        # Of a whole batch one would not know which sample has failed.
+        return hooks_of(dataset, batched=self.batched and not self.remedies.replaces)
+
+    def async_load_worker(self, worker_id: int) -> tuple[Callable[[Any], Any], Any, DrawsOfSamples]:
+        # Its tasks take turns in one thread, so each has generators of its own.
+        dataset = self.enter(worker_id, CurrentGenerators())
+        load = self.hooks_of(dataset).load
         assert load is not None
-        return load
+        again = self.remedies.retried_async(load, restart_sample)
+        return again, self._randomness_of_task, DrawsOfSamples()
+
+    def _randomness_of_task(self, record: Record, slot: int) -> CurrentlyOf:
+        key = partial(self._key, record, slot, LOAD)
+        return CurrentlyOf(SampleGenerators(lambda: True, key))
+
+    def label(self, record: Record, slot: int, value: Any) -> Keyed:
+        """What an executor is given to preprocess."""
+        return Keyed(value, self._key(record, slot, PREPROCESS))
+
+    def _key(self, record: Record, slot: int, stage: int) -> tuple[int, ...]:
+        assert isinstance(self.progress, MapProgress)
+        return *self.progress.sample_key(record.number, record.indices, slot), stage
 
     def preprocess_worker(
         self, worker_id: int, place: Place
     ) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-        dataset = self._enter_at(place, worker_id, self._generators_at(place, _PREPROCESS))
+        dataset = self._enter_at(place, worker_id, self._generators_at(place, PREPROCESS))
         collate = self._collate_of(dataset)
         if not self.batched:
             collate = partial(_of_only_sample, collate)
-        return hooks_of(dataset, batched=self.batched).preprocess, collate
+        return self.hooks_of(dataset).preprocess, collate
 
     def iterable_worker(
         self, worker_id: int, place: Place
@@ -316,7 +355,8 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
         )
         return _pipeline(loader, [stage], transfer, num_in_flight=0)
 
-    hooks = hooks_of(workshop.dataset, batched=workshop.batched)
+    hooks = workshop.hooks_of(workshop.dataset)
+    remedy = _Replacement(workshop) if workshop.remedies.replaces else None
     num_cpu_workers = loader.num_cpu_workers or loader.num_workers
     cpu_ids = range(num_cpu_workers)
     preprocess = ThreadStage(
@@ -326,12 +366,16 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
         is_first=hooks.load is None,
         takes_whole_batch=hooks.preprocess_takes_batch,
         transfer_stage=transfer,
+        remedy=remedy,
+        is_watched=loader.timeout > 0,
     )
     stages: list[Any] = [preprocess]
     workshop.num_workers = num_cpu_workers
     if loader.preprocess_executor is not None and hooks.preprocess is not None:
-        stages.insert(0, _executor_stage(loader, hooks, collate_stage=preprocess))
+        stages.insert(0, _executor_stage(loader, workshop, hooks, preprocess, remedy))
     if hooks.load is None:
+        if remedy is not None:
+            remedy.set_first_stage(stages[0])
         return _pipeline(loader, stages, transfer, num_in_flight=0)
 
     num_io_workers = loader.num_io_workers or max(_MIN_IO_WORKERS, 2 * loader.num_workers)
@@ -340,6 +384,7 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
         "takes_whole_batch": hooks.load_takes_batch,
         "next_stage": next_stage,
         "collate_stage": preprocess,
+        "remedy": remedy,
     }
     if hooks.load_is_async:
         load: Any = AsyncStage(
@@ -353,10 +398,48 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
         workshop.num_workers += 1
     else:
         io_ids = range(num_cpu_workers, num_cpu_workers + num_io_workers)
-        load = ThreadStage("load", io_ids, workshop.load_worker, is_first=True, **load_args)
+        load = ThreadStage(
+            "load",
+            io_ids,
+            workshop.load_worker,
+            is_first=True,
+            is_watched=loader.timeout > 0,
+            **load_args,
+        )
         workshop.num_workers += num_io_workers
+    if remedy is not None:
+        remedy.set_first_stage(load)
     num_in_flight = _num_to_keep_busy(loader, hooks, num_io_workers)
     return _pipeline(loader, [load, *stages], transfer, num_in_flight)
+
+
+class _Replacement:
+    """Has another sample made in the place of one that failed."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._remedies = workshop.remedies
+        self._dataset = workshop.dataset
+        self._first_stage: Callable[[], SampleStage | None] = lambda: None
+
+    def set_first_stage(self, stage: SampleStage) -> None:
+        # Weakly: the stage refers to this.
+        self._first_stage = weakref.ref(stage)
+
+    def __call__(
+        self, record: Record, slot: int, stage: str, error: BaseException
+    ) -> BaseException | None:
+        failure = self._remedies.record(record.indices[slot], self._dataset, stage, error)
+        if failure is not None:
+            failure.__cause__ = error
+            return failure
+        if slot not in record.substitutes:
+            record.substitutes[slot] = substitutes(record.originals, slot, record.before)
+        first_stage = self._first_stage()
+        if not record.substitutes[slot] or first_stage is None:
+            return error
+        record.indices[slot] = record.substitutes[slot].pop(0)
+        first_stage.put(record, [slot])
+        return None
 
 
 def _num_to_keep_busy(loader: DataLoader[Any], hooks: Hooks, num_io_workers: int) -> int:
@@ -370,7 +453,11 @@ def _num_to_keep_busy(loader: DataLoader[Any], hooks: Hooks, num_io_workers: int
 
 
 def _executor_stage(
-    loader: DataLoader[Any], hooks: Hooks, collate_stage: ThreadStage
+    loader: DataLoader[Any],
+    workshop: Workshop,
+    hooks: Hooks,
+    collate_stage: ThreadStage,
+    remedy: Remedy | None,
 ) -> ExecutorStage:
     assert loader.preprocess_executor is not None
     assert hooks.preprocess is not None
@@ -378,10 +465,12 @@ def _executor_stage(
         return ExecutorStage(
             "preprocess",
             loader.preprocess_executor,
-            hooks.preprocess,
+            KeyedHook(hooks.preprocess),
             is_first=hooks.load is None,
             takes_whole_batch=hooks.preprocess_takes_batch,
             collate_stage=collate_stage,
+            label=workshop.label,
+            remedy=remedy,
         )
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ._arguments import advice_on, check_arguments
 from ._dataset import collate_of
+from ._errors import BadSample, Remedies, ReplaceBadSamples, RetryLoad
 from ._event_loop import EventLoop
 from ._iterators import CallerIterator, ProcessIterator, ThreadIterator
 from ._progress import Progress, progress_of, restored_progress
@@ -22,29 +24,8 @@ from ._transfer import device_of
 
 __all__ = ["DataLoader"]
 
+Policy: TypeAlias = ReplaceBadSamples | RetryLoad
 SampleT_co = TypeVar("SampleT_co", covariant=True)
-
-_ADVICE = {
-    "timeout option": "Leave it at 0 to wait for a batch without limit.",
-    "prefetch_factor option should be": "Leave it out for the default of 2.",
-    "sampler option is mutually exclusive with shuffle": (
-        "Leave out shuffle: the sampler decides the order."
-    ),
-    "batch_sampler option is mutually exclusive": (
-        "Leave those out: the batch sampler decides all of them."
-    ),
-    "mutually exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
-    "expected unspecified shuffle": "Shuffle in the dataset's __iter__.",
-    "expected unspecified sampler": "An iterable dataset decides its order in __iter__.",
-    "expected unspecified batch_sampler": (
-        "Pass batch_size, or batch in the dataset's __iter__ and pass batch_size=None."
-    ),
-}
-"""What to do about the errors of torch that only say what is wrong, by some of their words."""
-
-
-_OF_MAP_STYLE = ("num_io_workers", "num_cpu_workers", "preprocess_executor")
-_OF_THREADS = (*_OF_MAP_STYLE, "buffer_size", "copy_dataset")
 
 
 class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
@@ -64,6 +45,11 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             code that holds the GIL. It stays yours: the loader does not shut it down.
         copy_dataset: give every worker thread its own copy of a map-style dataset, made by
             pickling, for datasets that are not thread-safe. Iterable datasets are always copied.
+        seed: fixes the order and what every sample draws through torch or `sample_rng`, whatever
+            the number and kind of workers. Each epoch draws anew, and `set_epoch` chooses one.
+            Default: torch's generator decides, as in torch.
+        on_error: what to do about a sample that cannot be made: ``"raise"`` its exception, or
+            `ReplaceBadSamples`, `RetryLoad`, or one of each in a list. For map-style datasets.
         device: batches arrive on this device, copied in the background; ``"cuda"`` is the current
             device of the thread that makes the loader. Nothing is copied for ``"cpu"``.
         snapshot_every_n_steps: has no effect, and is here for those who come from torchdata's
@@ -97,6 +83,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         buffer_size: int | None = None,
         preprocess_executor: Executor | None = None,
         copy_dataset: bool = False,
+        seed: int | None = None,
+        on_error: Literal["raise"] | Policy | Sequence[Policy] = "raise",
         device: torch.device | str | None = None,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
@@ -106,17 +94,22 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.buffer_size = buffer_size
         self.preprocess_executor = preprocess_executor
         self.copy_dataset = copy_dataset
+        self.seed = seed
+        self.on_error = on_error
         self.device = device
         self._device = _device_other_than_cpu(device)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._event_loop = EventLoop()
-        self._iterators: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
+        self._iterators: weakref.WeakSet[CallerIterator | ThreadIterator] = weakref.WeakSet()
         self._is_closed = False
         self._progress: Progress | None = None
         """Of the last iterator that was made."""
         self._next_progress: Progress | None = None
         """Of the next one, if it was loaded or has been saved already."""
-        self._check(dataset, num_workers, prefetch_factor)
+        self._chosen_epoch: int | None = None
+        """By `set_epoch`, until an iterator has taken it."""
+        check_arguments(self, dataset, num_workers, prefetch_factor, generator)
+        self._remedies = Remedies(on_error, dataset)
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
             collate_fn = collate_of(dataset)
         try:
@@ -140,50 +133,9 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
                 in_order=in_order,
             )
         except ValueError as error:
-            if type(error) is not ValueError or (advice := _advice_on(str(error))) is None:
+            if type(error) is not ValueError or (advice := advice_on(str(error))) is None:
                 raise
             raise ValueError(f"{str(error).rstrip('. ')}. {advice}") from None
-
-    def _check(self, dataset: Any, num_workers: Any, prefetch_factor: Any) -> None:
-        # What torch does not check, or only when it is too late.
-        if self.worker_method not in ("thread", "multiprocessing"):
-            raise ValueError(
-                f'worker_method must be "thread" or "multiprocessing", got {self.worker_method!r}.'
-            )
-        if not hasattr(num_workers, "__index__"):
-            raise TypeError(
-                f"num_workers must be an int, got {num_workers!r}. "
-                "Use num_workers=0 to load in the calling thread."
-            )
-        if num_workers > 0 and prefetch_factor == 0:
-            raise ValueError(
-                "prefetch_factor must be at least 1, got 0. Leave it out for the default of 2, "
-                "or set num_workers=0 to load in the calling thread."
-            )
-        for name in ("num_io_workers", "num_cpu_workers", "buffer_size"):
-            _check_count(name, getattr(self, name))
-        given = [name for name in _OF_THREADS if getattr(self, name)]
-        if given and num_workers == 0:
-            raise ValueError(
-                f"{given[0]} is for worker threads, but num_workers=0 loads in the calling thread. "
-                f"Set num_workers to 1 or more, or leave out {given[0]}."
-            )
-        if given and self.worker_method == "multiprocessing":
-            raise ValueError(
-                f'{given[0]} is for worker threads, but worker_method is "multiprocessing". '
-                f"Leave out one of them."
-            )
-        of_map_style = [name for name in given if name in _OF_MAP_STYLE]
-        if of_map_style and isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"{of_map_style[0]} is for map-style datasets; an IterableDataset is loaded by "
-                f"num_workers threads, each with its own iterator. Leave out {of_map_style[0]}."
-            )
-        if self.preprocess_executor is not None and not hasattr(self.preprocess_executor, "submit"):
-            raise TypeError(
-                "preprocess_executor must be a concurrent.futures.Executor, such as "
-                f"ProcessPoolExecutor(4), got {self.preprocess_executor!r}."
-            )
 
     def __iter__(self) -> _BaseDataLoaderIter:
         if self._is_closed:
@@ -201,7 +153,9 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
     def _get_iterator(self) -> _BaseDataLoaderIter:
         progress = self._begin_progress()
         if self.num_workers == 0:
-            return CallerIterator(self, progress)
+            in_caller = CallerIterator(self, progress)
+            self._iterators.add(in_caller)
+            return in_caller
         if self.worker_method == "multiprocessing":
             self.check_worker_number_rationality()
             return ProcessIterator(self, progress)
@@ -220,8 +174,18 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         ):
             progress = before.following(self)
         self._progress = progress or progress_of(self)
+        self._chosen_epoch = None
         self._progress.begin(self.dataset)
         return self._progress
+
+    @property
+    def _next_epoch(self) -> int:
+        """Of a loader with a seed."""
+        if self._chosen_epoch is not None:
+            return self._chosen_epoch
+        if self._progress is None:
+            return 0
+        return self._progress.epoch + self._progress.has_drawn
 
     def state_dict(self) -> dict[str, Any]:
         """How far the last iterator has come, for `load_state_dict` of this or another loader.
@@ -242,7 +206,10 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             elif progress.is_over:
                 progress = self._next_progress = progress.following(self)
         progress.foresee(self)
-        return progress.state_dict(self)
+        state = progress.state_dict(self)
+        if self._remedies.replaces:
+            state["bad_samples"] = self._remedies.state()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iterator go on where the state was saved.
@@ -256,17 +223,31 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """
         if state_dict == {}:
             return
-        self._next_progress = restored_progress(self, state_dict)
+        progress = restored_progress(self, state_dict)
+        self._remedies.restore(state_dict.get("bad_samples", []))
+        self._next_progress = progress
         # Workers that live on have their datasets where the last epoch left them.
         self._iterator = None
 
+    @property
+    def bad_samples(self) -> tuple[BadSample, ...]:
+        """What `ReplaceBadSamples` has replaced, each sample once."""
+        return self._remedies.bad_samples
+
+    @property
+    def num_retries(self) -> int:
+        """How many times `RetryLoad` has called `load` again."""
+        return self._remedies.num_retries
+
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the sampler, if it has epochs.
+        """Choose the epoch of the sampler, if it has epochs, and what a `seed` makes of it.
 
         Args:
             epoch: number of the epoch.
 
         """
+        if self.seed is not None:
+            self._choose_epoch(epoch)
         for sampler in (
             self.batch_sampler,
             self.sampler,
@@ -275,6 +256,15 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
                 return
+
+    def _choose_epoch(self, epoch: int) -> None:
+        if self._next_progress is not None:
+            self._next_progress.choose_epoch(epoch)
+        elif self._progress is not None and not self._progress.has_drawn:
+            # Frameworks choose the epoch after they have made the iterator.
+            self._progress.choose_epoch(epoch)
+        else:
+            self._chosen_epoch = epoch
 
     def check_worker_number_rationality(self) -> None:
         """Warn about more workers than can be of use."""
@@ -325,21 +315,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             self._next_progress = restored_progress(self, state["_next_progress"])
 
 
-def _check_count(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}. Leave it out for the default.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}. Leave it out for the default.")
-
-
 def _device_other_than_cpu(device: Any) -> torch.device | None:
     if device is None:
         return None
     meant = device_of(device)
     return None if meant.type == "cpu" else meant
-
-
-def _advice_on(message: str) -> str | None:
-    return next((advice for words, advice in _ADVICE.items() if words in message), None)

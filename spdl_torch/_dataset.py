@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import os
 import sys
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from ._event_loop import new_event_loop
 
-__all__ = ["Hooks", "StagedDataset", "collate_of", "hooks_of"]
+__all__ = ["Hooks", "StagedDataset", "collate_of", "finished", "hooks_of"]
 
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 Hook = Callable[[Any], Any]
@@ -38,7 +39,7 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
             raise NotImplementedError(
                 f"{type(self).__name__} needs a load(index) or a load_many(indices) method."
             )
-        return _only(_finished(self.load_many([index])))
+        return _only(finished(self.load_many([index])))
 
     load_many: Callable[[Any], Any] | None = None
     """I/O, instead of `load`: the raw forms of all samples of a batch, in the order of the indices.
@@ -55,7 +56,7 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
         return default_collate(samples)
 
     def __getitem__(self, index: Any) -> SampleT_co:
-        return self.preprocess(_finished(self.load(index)))  # type: ignore[no-any-return]
+        return self.preprocess(finished(self.load(index)))  # type: ignore[no-any-return]
 
     @property
     def __getitems__(self) -> Callable[[Any], list[SampleT_co]] | None:
@@ -64,7 +65,7 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
 
     def _load_and_preprocess_many(self, indices: Any) -> list[SampleT_co]:
         assert self.load_many is not None
-        return [self.preprocess(raw) for raw in _finished(self.load_many(indices))]
+        return [self.preprocess(raw) for raw in finished(self.load_many(indices))]
 
     @staticmethod
     def from_functions(
@@ -288,7 +289,8 @@ class _LoopOfThread(threading.local):
     def run(self, result: Awaitable[Any]) -> Any:
         if self._process_id != os.getpid():  # The loop is the one of the forking process.
             self._open()
-        return self._runner.run(_awaited(result))
+        # In the caller's context of now, not in that of the first call: the sample is another.
+        return self._runner.run(_awaited(result), context=contextvars.copy_context())
 
 
 class _Token:
@@ -307,7 +309,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _finished(result: Any) -> Any:
+def finished(result: Any) -> Any:
     """What a hook returned, waited for if it is asynchronous."""
     if not inspect.isawaitable(result):
         return result
@@ -317,4 +319,4 @@ def _finished(result: Any) -> Any:
         return _loop_of_thread.run(result)
     # This thread has a loop of its own that is busy calling us, as in a notebook.
     with ThreadPoolExecutor(max_workers=1) as helper:
-        return helper.submit(_finished, result).result()
+        return helper.submit(finished, result).result()

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -22,10 +23,24 @@ from torch.utils.data.dataloader import (
 )
 from torch.utils.data.graph_settings import apply_sharding
 
-from ._assembly import Workshop, assemble, collate_for, one_walk_at_a_time
-from ._pipeline import NotInTime, Pipeline
-from ._progress import IterableProgress, Progress
-from ._randomness import generators_kept
+from ._assembly import (
+    Workshop,
+    assemble,
+    collate_for,
+    one_walk_at_a_time,
+)
+from ._errors import path_of
+from ._pipeline import NotInTime, Pipeline, Sighting
+from ._progress import IterableProgress, MapProgress, Progress
+from ._randomness import (
+    KeyedIterable,
+    RandomnessOfSamples,
+    SampleGenerators,
+    generators_kept,
+    generators_left_as_they_were,
+    show_dataset,
+)
+from ._samples import keyed_collate, keyed_dataset, keyed_draws
 from ._transfer import Transfer, transfer
 
 if TYPE_CHECKING:
@@ -36,6 +51,10 @@ __all__ = ["CallerIterator", "ProcessIterator", "ThreadIterator"]
 _INIT_SECONDS: Final = 0.5
 """The workers run `worker_init_fn` one after the other, because the generators that it may seed are
 the same for all; but one that takes longer, or waits for the others, does not hold them up."""
+
+_NUM_SIGHTINGS: Final = 20
+_NUM_STACKS: Final = 3
+"""How much of what is in flight is listed, and how much with where it is in the code."""
 
 _nothing = contextlib.nullcontext()
 
@@ -53,11 +72,11 @@ class _Iterator(_BaseDataLoaderIter):
 
     @property
     def _base_seed(self) -> int:
-        return self._progress_seed
+        return self._progress.seed_of_workers
 
     @_base_seed.setter
     def _base_seed(self, drawn: int) -> None:
-        self._progress_seed = self._progress.take_base_seed(int(drawn))
+        self._progress.take_base_seed(int(drawn))
 
     @property
     def _shared_seed(self) -> int | None:
@@ -69,9 +88,20 @@ class _Iterator(_BaseDataLoaderIter):
         if isinstance(self._progress, IterableProgress):
             self._progress_shared_seed = self._progress.take_shared_seed(drawn)
 
+    _is_seeded = False
+    """Samples draw from generators of their own, also without worker threads."""
+    _is_keyed = False
+    """What is drawn is given to our own code, which makes the samples one after the other."""
+
     @property
     def _index_sampler(self) -> _IndexSampler:
-        return _IndexSampler(self._loader_sampler, self._progress)
+        return _IndexSampler(
+            self._loader_sampler,
+            self._progress,
+            is_keyed=self._is_keyed,
+            is_seeded=self._is_seeded,
+            batched=self._auto_collation,
+        )
 
     @_index_sampler.setter
     def _index_sampler(self, sampler: Any) -> None:
@@ -84,8 +114,13 @@ class _IndexSampler:
 
     sampler: Any
     progress: Progress
+    is_keyed: bool
+    is_seeded: bool
+    batched: bool
 
     def __iter__(self) -> Iterator[Any]:
+        if self.is_keyed and isinstance(self.progress, MapProgress):
+            return keyed_draws(self.progress, batched=self.batched, is_seeded=self.is_seeded)
         return iter(self.progress)
 
     def __len__(self) -> int:
@@ -97,6 +132,9 @@ class CallerIterator(_Iterator):
 
     def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
         self._progress = progress
+        self._is_seeded = _is_seeded(loader)
+        remedies = loader._remedies
+        self._is_keyed = self._is_seeded or remedies.replaces or remedies.retries
         super().__init__(loader)
         self._transfer = _transfer_of(loader)
         if self._transfer is not None:
@@ -107,27 +145,48 @@ class CallerIterator(_Iterator):
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._num_drawn = 0
+        self._is_closed = False
+        self._randomness: Any = _nothing
         if isinstance(progress, IterableProgress):
             progress.warn_of_skipping()
-            self._reader = progress.open(
-                self._dataset,
-                0,
-                batched=self._auto_collation,
-                drop_last=self._drop_last,
-                count=progress.count,
-            )
+            if self._is_seeded:
+                self._randomness = _randomness_of_caller(progress)
+            with self._randomness:
+                self._reader = progress.open(
+                    self._dataset,
+                    0,
+                    batched=self._auto_collation,
+                    drop_last=self._drop_last,
+                    count=progress.count,
+                )
             progress.hold(self._reader)
         else:
             progress.restore_dataset(self._dataset, has_begun=True)
+            dataset, collate_fn = self._dataset, self._collate_fn
+            if self._is_keyed:
+                dataset = keyed_dataset(
+                    dataset, batched=self._auto_collation, remedies=loader._remedies
+                )
+                collate_fn = keyed_collate(collate_fn)
             self._fetcher = _DatasetKind.create_fetcher(
-                self._dataset_kind,
-                self._dataset,
-                self._auto_collation,
-                self._collate_fn,
-                self._drop_last,
+                self._dataset_kind, dataset, self._auto_collation, collate_fn, self._drop_last
             )
 
+    def _shutdown_workers(self) -> None:
+        # There are none, but frameworks and the loader say so when they are done with it.
+        self._is_closed = True
+
     def _next_data(self) -> Any:
+        if self._is_closed:
+            raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+        with generators_left_as_they_were(), self._randomness:
+            batch = self._make_batch()
+        if self._transfer is not None:
+            with _NoStopIteration():
+                return self._transfer.receive(self._transfer.send(batch))
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
+
+    def _make_batch(self) -> Any:
         try:
             drawn = next(self._sampler_iter)
             if self._dataset_kind == _DatasetKind.Iterable:
@@ -152,10 +211,7 @@ class CallerIterator(_Iterator):
             with _NoStopIteration():
                 raise
         self._deliver(number)
-        if self._transfer is not None:
-            with _NoStopIteration():
-                return self._transfer.receive(self._transfer.send(batch))
-        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
+        return batch
 
     def _deliver(self, number: int) -> None:
         if isinstance(self._progress, IterableProgress) and not self._reader.is_stateful:
@@ -170,12 +226,31 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
     def __init__(self, loader: DataLoader[Any], progress: Progress) -> None:
         self._progress = progress
         self._device = loader._device
+        self._is_keyed = self._is_seeded = _is_seeded(loader)
         progress.restore_dataset(loader.dataset, has_begun=True)
         super().__init__(loader)
         self._num_delivered = 0
         if isinstance(progress, IterableProgress):
             for _ in range(progress.num_to_read_again()):
                 super().__next__()
+
+    @property
+    def _worker_init_fn(self) -> Any:
+        return self._init_fn_of_workers
+
+    @_worker_init_fn.setter
+    def _worker_init_fn(self, worker_init_fn: Any) -> None:
+        # torch sets it after all else that it hands to the worker processes, and just before it
+        # does so.
+        if self._is_keyed:
+            worker_init_fn = partial(show_dataset, worker_init_fn)
+            if isinstance(self._progress, IterableProgress):
+                base_seed, epoch = self._progress.base_seed, self._progress.epoch
+                self._dataset = KeyedIterable(self._dataset, base_seed, epoch)
+            else:
+                self._dataset = keyed_dataset(self._dataset, batched=self._auto_collation)
+                self._collate_fn = keyed_collate(self._collate_fn)
+        self._init_fn_of_workers = worker_init_fn
 
     def __next__(self) -> Any:
         num_received = self._rcvd_idx
@@ -203,6 +278,7 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
             self._progress = loader._begin_progress()
             self._num_delivered = 0
         super()._reset(loader, first_iter)
+        self._progress.has_drawn = True  # The processes are at work already.
 
 
 class ThreadIterator(_Iterator):
@@ -324,7 +400,7 @@ class _Epoch:
                 raise RuntimeError(
                     f"DataLoader timed out after {self.timeout_seconds} seconds: no worker "
                     "finished the next batch. Raise timeout, or look for what blocks in the "
-                    "dataset."
+                    f"dataset.{_in_flight(self.pipeline.sightings(), self.dataset)}"
                 ) from None
         if record is None:
             self.progress.is_over = True
@@ -348,6 +424,40 @@ class _Epoch:
             )
         batch = record.take()
         return batch if self.transfer is None else self.transfer.receive(batch)
+
+
+def _in_flight(sightings: list[Sighting], dataset: Any) -> str:
+    """What the workers are at, in words."""
+    lines = []
+    for number, sighting in enumerate(sightings[:_NUM_SIGHTINGS]):
+        if sighting.slot is None:
+            what = f"batch {sighting.record.number}"
+        else:
+            what = f"sample index {sighting.index!r} (batch {sighting.record.number})"
+            if (path := path_of(dataset, sighting.index)) is not None:
+                what = f"{what}, {path},"
+        lines.append(f"  {what} in the {sighting.stage} stage for {sighting.seconds:.1f} s")
+        if number < _NUM_STACKS:
+            lines += [f"    {line}" for text in sighting.lines for line in text.splitlines()]
+    if len(sightings) > _NUM_SIGHTINGS:
+        lines.append(f"  … {len(sightings)} in all")
+    return "\nIn flight, the oldest first:\n" + "\n".join(lines) if lines else ""
+
+
+def _is_seeded(loader: DataLoader[Any]) -> bool:
+    """Whether samples are to draw from generators of their own without worker threads."""
+    # Datapipes are seeded, and taken apart, by torch.
+    is_datapipe = isinstance(loader.dataset, (IterDataPipe, MapDataPipe))
+    return loader.seed is not None and not is_datapipe
+
+
+def _randomness_of_caller(progress: IterableProgress) -> RandomnessOfSamples:
+    count = progress.count
+    return RandomnessOfSamples(
+        SampleGenerators(
+            lambda: (count.epoch, count.number), lambda: progress.sample_key(0, count.number)
+        )
+    )
 
 
 class _NoStopIteration(contextlib.AbstractContextManager[None]):

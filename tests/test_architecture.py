@@ -18,14 +18,33 @@ from .datasets import Sharded, Squares
 PACKAGE = Path(spdl_torch.__file__).parent
 
 MAY_IMPORT = {
-    "__init__": {"_dataloader", "_dataset", "_image", "_sampler", "_transfer", "_version"},
-    "_dataloader": {"_dataset", "_event_loop", "_iterators", "_progress", "_transfer"},
+    "__init__": {
+        "_dataloader",
+        "_dataset",
+        "_errors",
+        "_image",
+        "_randomness",
+        "_sampler",
+        "_transfer",
+        "_version",
+    },
+    "_dataloader": {
+        "_arguments",
+        "_dataset",
+        "_errors",
+        "_event_loop",
+        "_iterators",
+        "_progress",
+        "_transfer",
+    },
     "_iterators": {
         "_assembly",
         "_dataloader",  # for its type alone
+        "_errors",
         "_pipeline",
         "_progress",
         "_randomness",
+        "_samples",
         "_transfer",
     },
     "_assembly": {
@@ -33,14 +52,16 @@ MAY_IMPORT = {
         "_dataloader",  # for its type alone
         "_dataset",
         "_dataset_copy",
+        "_errors",
         "_pipeline",
         "_progress",
         "_randomness",
         "_transfer",
         "_worker_info",
     },
+    "_arguments": {"_dataloader", "_dataset", "_errors"},  # The first for its type alone.
     "_dataset": {"_event_loop"},
-    "_randomness": {"_permutation"},
+    "_samples": {"_dataset", "_errors", "_pipeline", "_progress", "_randomness"},
     "_sampler": {"_permutation", "_ranges"},
 }
 """Imports go down. An operation never imports its neighbour."""

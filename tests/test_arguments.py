@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.utils.data
 
-from spdl_torch import DataLoader
+from spdl_torch import DataLoader, ReplaceBadSamples
 
 from .datasets import Sharded, Squares
 
@@ -116,6 +116,9 @@ def test_every_argument_is_kept_under_its_name():
         "buffer_size": 6,
         "preprocess_executor": executor,
         "copy_dataset": True,
+        "seed": 3,
+        "on_error": ReplaceBadSamples(max_count=2),
+        "device": "cpu",
     }
     loader = DataLoader(Squares(), **arguments)
     assert {name: getattr(loader, name) for name in arguments} == arguments

@@ -181,7 +181,12 @@ def center_box(size: Size, kept: Size) -> Box:
     return Box(top, left, *kept)
 
 
-def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+def random_box(
+    size: Size,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    generator: torch.Generator | None = None,
+) -> Box:
     """The part that torchvision's `RandomResizedCrop` takes, by the same random numbers.
 
     Written anew because torchvision's takes several times as long, which shows beside decoding.
@@ -189,14 +194,14 @@ def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float
     height, width = size
     log_ratio = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        share, position = torch.rand(2).tolist()
+        share, position = torch.rand(2, generator=generator).tolist()
         area = height * width * (scale[0] + share * (scale[1] - scale[0]))
         aspect = math.exp(log_ratio[0] + position * (log_ratio[1] - log_ratio[0]))
         box_width = round(math.sqrt(area * aspect))
         box_height = round(math.sqrt(area / aspect))
         if 0 < box_width <= width and 0 < box_height <= height:
-            top = torch.randint(0, height - box_height + 1, (1,)).item()
-            left = torch.randint(0, width - box_width + 1, (1,)).item()
+            top = torch.randint(0, height - box_height + 1, (1,), generator=generator).item()
+            left = torch.randint(0, width - box_width + 1, (1,), generator=generator).item()
             return Box(int(top), int(left), box_height, box_width)
     # No luck: the largest part in the middle whose ratio is allowed.
     box_width = min(width, round(height * ratio[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,8 @@ __all__ = ["ImageLoader"]
 _MAX_PIXELS = 178_956_970
 """Where PIL refuses an image: 512 MB as RGB."""
 
+_NO_MODE = torch._C.DisableTorchFunction
+_nothing = contextlib.nullcontext()
 _tools = ThreadTools()
 _AS_STORED = Orientation()
 
@@ -135,13 +138,21 @@ class ImageLoader:
     def decode(self, data: Encoded, path: Path | None = None) -> Image:
         """CPU: the image in the bytes of a file. `path` is for the error if there is one."""
         try:
-            pixels = self._pixels(_as_bytes(data))
+            # A worker thread's mode takes longer than the draws, for every call of torch. With the
+            # sample's generator at hand it is not needed.
+            generator = torch.thread_safe_generator() if self._draws else None
+            with _NO_MODE() if generator is not None else _nothing:
+                pixels = self._pixels(_as_bytes(data), generator)
         except ImageError as error:
             name = "image" if path is None else os.fspath(path)
             raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
         return pixels.as_subclass(Image)
 
-    def _pixels(self, data: bytes) -> torch.Tensor:
+    @property
+    def _draws(self) -> bool:
+        return self.crop == "random" or self.horizontal_flip > 0
+
+    def _pixels(self, data: bytes, generator: torch.Generator | None) -> torch.Tensor:
         file = parsed(data, self.max_pixels)
         orientation = _AS_STORED
         if self.apply_exif_orientation:
@@ -149,14 +160,14 @@ class ImageLoader:
         plan, reduction, num_rows = None, 0, None
         if file.can_be_reduced and file.size is not None and self.reducing_gap is not None:
             # What is not needed can be left out only if it is known before decoding.
-            plan = self._plan(orientation.seen_size(file.size))
+            plan = self._plan(orientation.seen_size(file.size), generator)
             reduction = plan.reduction(self.reducing_gap)
             if plan.box is not None:
                 top, _, height, _ = orientation.stored_box(plan.box, plan.seen_size)
                 num_rows = min(file.size[0], top + height + _MARGIN_ROWS)
         frame = _tools.decode(file, reduction, num_rows, self.max_pixels)
         size = frame.height, frame.width
-        plan = plan or self._plan(orientation.seen_size(size))
+        plan = plan or self._plan(orientation.seen_size(size), generator)
         output = output_of(frame, self.mode, file)
         box = plan.box
         if box is not None:
@@ -164,11 +175,11 @@ class ImageLoader:
         frame = _tools.resized(frame, box, orientation.seen_size(plan.size), output)
         return pixels_of(frame, output, orientation, plan.center, is_mirrored=plan.is_mirrored)
 
-    def _plan(self, seen_size: tuple[int, int]) -> Plan:
+    def _plan(self, seen_size: tuple[int, int], generator: torch.Generator | None) -> Plan:
         """What is to be done to an image of this size. Draws the random numbers."""
         box, center = None, None
         if self.crop == "random":
-            box = random_box(seen_size, self.scale, self.ratio)
+            box = random_box(seen_size, self.scale, self.ratio, generator)
             size = _pair(self.size)
         elif isinstance(self.size, int):
             size = resized(seen_size, self.size)
@@ -181,7 +192,10 @@ class ImageLoader:
             )
         if self.crop is not None and self.crop != "random":
             center = center_box(size, _pair(self.size if self.crop == "center" else self.crop))
-        is_mirrored = self.horizontal_flip > 0 and torch.rand(1).item() < self.horizontal_flip
+        is_mirrored = (
+            self.horizontal_flip > 0
+            and torch.rand(1, generator=generator).item() < self.horizontal_flip
+        )
         return Plan(seen_size, box, size, center, is_mirrored)
 
 

@@ -7,9 +7,9 @@ at a time (`Window`). `Pipeline` owns all threads.
 
 What makes this right, in one place:
 
-* Nothing polls, but for the exit of the interpreter. A worker waits in its queue's `get`, the
-  consumer waits for its `Signal`, and whoever changes what they wait for wakes them: a task, a
-  finished record, or `close`.
+* Nothing polls, but for the exit of the interpreter and, twice a second, for Ctrl-C. A worker waits
+  in its queue's `get`, the consumer waits for its `Signal`, and whoever changes what they wait for
+  wakes them: a task, a finished record, or `close`.
 * No value of the user's has a meaning here: `None` is a sample like any other.
 * A record is finished exactly once, because exactly one caller of `Record.settle` is the last.
 * An exception belongs to its record. It never ends a worker, and the next record is not harmed.
@@ -23,11 +23,13 @@ from ._executor_stage import ExecutorStage
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
 from ._record import Record
-from ._stages import Place, ThreadStage
+from ._sighting import Sighting
+from ._stages import Place, Remedy, SampleStage, ThreadStage, check_count
 from ._transfer_stage import TransferStage
-from ._window import NotInTime
+from ._window import NUM_BEFORE, NotInTime
 
 __all__ = [
+    "NUM_BEFORE",
     "AsyncStage",
     "ExecutorStage",
     "IterableStage",
@@ -35,6 +37,10 @@ __all__ = [
     "Pipeline",
     "Place",
     "Record",
+    "Remedy",
+    "SampleStage",
+    "Sighting",
     "ThreadStage",
     "TransferStage",
+    "check_count",
 ]

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
 from .._event_loop import EventLoop
 from ._record import Record
+from ._sighting import Sighting, awaited_lines
 from ._signal import Signal
-from ._stages import CollateStage, SampleStage, check_count, note_origin, without_our_frame
+from ._stages import (
+    CollateStage,
+    Place,
+    Remedy,
+    SampleStage,
+    check_count,
+    note_origin,
+    without_our_frame,
+)
 from ._workers import THREAD_NAME
 
 __all__ = ["AsyncStage"]
 
 AsyncOperation = Callable[[Any], Awaitable[Any]]
+
+Around = Callable[[Record, int], AbstractContextManager[Any]]
+"""What a task is in while it is at a slot of a record."""
+
+SetUpAsync = Callable[[int], tuple[AsyncOperation, Around, AbstractContextManager[Any]]]
+"""Runs in the worker's thread; gives it its operation, and what all its tasks are in. That must not
+refer to anything of the user's."""
 
 
 class AsyncStage:
@@ -28,19 +46,24 @@ class AsyncStage:
         name: str,
         worker_id: int,
         width: int,
-        set_up: Callable[[int], AsyncOperation],
+        set_up: SetUpAsync,
         event_loop: EventLoop,
         *,
         takes_whole_batch: bool,
         next_stage: SampleStage | None,
         collate_stage: CollateStage,
+        remedy: Remedy | None = None,
     ) -> None:
         self._name = name
+        self._remedy = remedy
         self._set_up = set_up
         self._takes_whole_batch = takes_whole_batch
         self._next_stage = next_stage
         self._collate_stage = collate_stage
         self._operation: AsyncOperation | None = None
+        self._around: Around | None = None
+        self._at: dict[asyncio.Task[Any], tuple[Record, int | None, float]] = {}
+        """What each task is at, and since when."""
         self._thread = _LoopThread(name, worker_id, width, self, event_loop)
         self.workers = [self._thread]
 
@@ -57,23 +80,50 @@ class AsyncStage:
         self._thread.put(tasks)
         return len(records)
 
+    def put(self, record: Record, slots: Sequence[int]) -> None:
+        self._thread.put([(record, slot) for slot in slots])
+
     def num_samples_per_task(self) -> int:
         return 1
 
-    def set_up_worker(self, worker_id: int) -> None:
-        self._operation = self._set_up(worker_id)
+    def set_up_worker(self, worker_id: int) -> AbstractContextManager[Any]:
+        self._operation, self._around, surroundings = self._set_up(worker_id)
+        return surroundings
+
+    def sightings(self) -> list[Sighting]:
+        now = time.monotonic()
+        return [
+            Sighting(self._name, record, slot, now - since, awaited_lines(task.get_coro()))
+            for task, (record, slot, since) in list(self._at.items())
+        ]
 
     async def fill(self, record: Record, slot: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._at[task] = record, None if self._takes_whole_batch else slot, time.monotonic()
+        try:
+            await self._fill(record, slot)
+        finally:
+            del self._at[task]
+
+    async def _fill(self, record: Record, slot: int) -> None:
         assert self._operation is not None
+        assert self._around is not None
         last = len(record.indices) if self._takes_whole_batch else slot + 1
         try:
-            if self._takes_whole_batch:
-                record.slots = check_count(await self._operation(record.drawn), last)
-            else:
-                record.slots[slot] = await self._operation(record.indices[slot])
+            with self._around(record, Place.WHOLE if self._takes_whole_batch else slot):
+                if self._takes_whole_batch:
+                    record.slots = check_count(await self._operation(record.drawn), last)
+                else:
+                    record.slots[slot] = await self._operation(record.indices[slot])
         except BaseException as error:
             if self._thread.is_closed:
                 raise  # Our own cancelling. One that the user's code began is an error.
+            if self._remedy is not None and isinstance(error, Exception):
+                failure = self._remedy(record, slot, self._name, error)
+                if failure is None:
+                    return
+                error = failure
             note_origin(error, self._name, record, None if self._takes_whole_batch else slot)
             record.fail(slot, without_our_frame(error))
         else:
@@ -130,10 +180,12 @@ class _LoopThread:
     def _run(self) -> None:
         assert self._loop is not None
         try:
+            surroundings: AbstractContextManager[Any] = nullcontext()
             if (stage := self._stage_ref()) is not None:
-                stage.set_up_worker(self._worker_id)
+                surroundings = stage.set_up_worker(self._worker_id)
             del stage
-            self._loop.run_until_complete(self._main())
+            with surroundings:
+                self._loop.run_until_complete(self._main())
         except BaseException as error:
             if self._main_task is None:
                 self._reports.put(error)
@@ -152,9 +204,19 @@ class _LoopThread:
         self._reports.put(None)
         if self.is_closed:
             return
-        async with asyncio.TaskGroup() as servers:
-            for _ in range(self._width):
-                servers.create_task(self._serve())
+        # Not a TaskGroup: one that is cancelled keeps the exception that keeps it, and with both
+        # what the tasks have had.
+        servers = [asyncio.create_task(self._serve()) for _ in range(self._width)]
+        try:
+            ended, _ = await asyncio.wait(servers, return_when=asyncio.FIRST_COMPLETED)
+            for server in ended:
+                server.result()  # None ends by itself, unless it is closed.
+        except GeneratorExit:
+            raise  # The user's code has stopped the loop, and there is nothing to wait with.
+        except BaseException:
+            await _end(servers)
+            raise
+        await _end(servers)
 
     def _accept(self, tasks: list[tuple[Record, int]]) -> None:
         for task in tasks:
@@ -167,3 +229,9 @@ class _LoopThread:
             if stage is not None and not record.is_abandoned:
                 await stage.fill(record, slot)
             del record, stage
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

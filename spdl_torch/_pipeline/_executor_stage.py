@@ -8,13 +8,22 @@ import pickle
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ._record import Record
-from ._stages import CollateStage, GroupSize, Operation, note_origin, without_our_frame
+from ._sighting import Sighting
+from ._stages import (
+    CollateStage,
+    GroupSize,
+    Operation,
+    Place,
+    Remedy,
+    note_origin,
+    without_our_frame,
+)
 
 __all__ = ["ExecutorStage"]
 
@@ -77,8 +86,13 @@ class ExecutorStage:
         is_first: bool,
         takes_whole_batch: bool,
         collate_stage: CollateStage,
+        label: Callable[[Record, int, Any], Any],
+        remedy: Remedy | None = None,
     ) -> None:
         self._name = name
+        self._remedy = remedy
+        self._label = label
+        """Makes the hook's input of a sample, or of a whole batch, by its record and slot."""
         self._executor = executor
         self._pickled_hook = pickle.dumps(hook, protocol=pickle.HIGHEST_PROTOCOL)
         self._digest = hashlib.sha256(self._pickled_hook).digest()
@@ -92,6 +106,7 @@ class ExecutorStage:
         self._carrier_is_under_way = False
         self._hook_has_arrived = False
         self._futures = _Futures()
+        self._submitted: dict[Future[Any], tuple[_Task, float]] = {}
         self.workers = [self._futures]
 
     # -- how work enters -----------------------------------------------------------------------
@@ -106,6 +121,14 @@ class ExecutorStage:
 
     def num_samples_per_task(self) -> int:
         return 1
+
+    def sightings(self) -> list[Sighting]:
+        now = time.monotonic()
+        return [
+            Sighting(self._name, task.record, slot, now - since, [])
+            for task, since in list(self._submitted.values())
+            for slot in ([None] if self._takes_whole_batch else task.slots)
+        ]
 
     def put(self, record: Record, slots: Sequence[int]) -> None:
         if record.is_abandoned:
@@ -129,7 +152,10 @@ class ExecutorStage:
     def _submit(self, task: _Task, carries_hook: bool) -> None:
         record, slots = task
         inputs = record.indices if self._is_first else record.slots
-        inputs = record.drawn if self._takes_whole_batch else [inputs[slot] for slot in slots]
+        if self._takes_whole_batch:
+            inputs = self._label(record, Place.WHOLE, record.drawn)
+        else:
+            inputs = [self._label(record, slot, inputs[slot]) for slot in slots]
         try:
             future = self._executor.submit(
                 _run_hook,
@@ -144,12 +170,14 @@ class ExecutorStage:
                 self._release_held_back()
             return
         self._futures.add(future)
+        self._submitted[future] = task, time.monotonic()
         future.add_done_callback(partial(self._on_done, task, carries_hook))
 
     # -- what happens when the executor answers; runs in one of its threads ----------------------
 
     def _on_done(self, task: _Task, carried_hook: bool, future: Future[Any]) -> None:
         self._futures.discard(future)
+        self._submitted.pop(future, None)
         if not task.record.is_abandoned:
             try:
                 self._settle(task, future)
@@ -187,7 +215,19 @@ class ExecutorStage:
 
     def _fail(self, task: _Task, error: BaseException) -> None:
         record, slots = task
-        slot = None if self._takes_whole_batch else slots[getattr(error, _OFFSET, 0)]
+        offset = getattr(error, _OFFSET, None)
+        slot = None if self._takes_whole_batch else slots[offset or 0]
+        # Without an offset it is the executor that has failed.
+        is_samples = offset is not None and slot is not None and isinstance(error, Exception)
+        if self._remedy is not None and is_samples:
+            assert slot is not None
+            failure = self._remedy(record, slot, self._name, error)
+            if failure is None:
+                others = [other for other in slots if other != slot]
+                if others:
+                    self._submit(_Task(record, others), carries_hook=False)
+                return
+            error = failure
         note_origin(error, self._name, record, slot)
         record.fail(slot or 0, error)
         if record.settle(len(slots)):

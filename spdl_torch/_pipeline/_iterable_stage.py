@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ._record import Record
+from ._sighting import Sighting, stack_lines
 from ._signal import Signal
 from ._stages import BatchStage, Operation, Place, note_origin, pass_on, without_our_frame
 from ._workers import Workers
@@ -71,6 +73,9 @@ class IterableStage:
     def num_samples_per_task(self) -> int:
         return 1
 
+    def sightings(self) -> list[Sighting]:
+        return [sighting for iterable in self._iterables for sighting in iterable.sightings()]
+
 
 class _IterableWorker:
     """One worker and where it is in its iterator."""
@@ -89,6 +94,8 @@ class _IterableWorker:
         self._draw: Draw | None = None
         self.exhausted_in: Signal | None = None
         """The epoch in which this worker has nothing left, known by its signal."""
+        self._at: tuple[Record, float] | None = None
+        """The batch it is at, and since when."""
         self.tools: dict[int, _Tools] = {}
         self.thread = Workers(name, [worker_id], self)
 
@@ -98,15 +105,26 @@ class _IterableWorker:
 
     def dismiss_worker(self, worker_id: int) -> None:
         self._draw = None
-        self.tools.pop(worker_id, None)
+        tools = self.tools.pop(worker_id, None)
+        if tools is not None:
+            tools[-1].leave()
 
     def work(self, task: Record, tools: _Tools) -> None:
         if not task.is_abandoned:
             open_epoch, collate, place = tools
+            self._at = task, time.monotonic()
             with place.surroundings:
                 batch = self._make_batch(task, open_epoch, collate)
+            self._at = None
             pass_on(task, batch, self._transfer_stage)
             task.signal.set()
+
+    def sightings(self) -> list[Sighting]:
+        if (at := self._at) is None:
+            return []
+        record, since = at
+        lines = stack_lines(self.thread.threads[0])
+        return [Sighting(self._name, record, None, time.monotonic() - since, lines)]
 
     def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:
         stage = self._name

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from ._record import Record
+from ._sighting import Sighting
 from ._signal import Signal
-from ._window import FirstStage, LastStage, Window
+from ._window import FirstStage, LastStage, NotInTime, Window
 from ._workers import THREAD_NAME
 
 __all__ = ["Pipeline", "Stage"]
@@ -23,6 +24,8 @@ __all__ = ["Pipeline", "Stage"]
 _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
 _GRACE_SECONDS_AT_EXIT: Final = 1.0
+_GRACE_SECONDS_AFTER_INTERRUPT: Final = 0.25
+"""Whoever presses Ctrl-C, or has waited in vain, will not wait for the same workers again."""
 
 _live: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 """Whose threads have been started, for the interpreter's exit."""
@@ -52,6 +55,9 @@ class Stage(Protocol):
 
     @property
     def workers(self) -> Sequence[WorkerGroup]: ...
+
+    def sightings(self) -> list[Sighting]:
+        """What its workers are at."""
 
 
 class Pipeline:
@@ -105,7 +111,19 @@ class Pipeline:
                 "this iterator's worker threads belong to the process that made it, and a fork "
                 "does not take threads along. Call iter(loader) in the child process."
             )
-        return self._window.next(timeout_seconds)
+        try:
+            record = self._window.next(timeout_seconds)
+        except (KeyboardInterrupt, NotInTime):
+            self.lifetime.grace_seconds = _GRACE_SECONDS_AFTER_INTERRUPT
+            raise
+        self.lifetime.grace_seconds = _GRACE_SECONDS
+        return record
+
+    def sightings(self) -> list[Sighting]:
+        """What the workers of all stages are at for this epoch, those first that take longest."""
+        found = [sighting for stage in self._stages for sighting in stage.sightings()]
+        found = [sighting for sighting in found if not sighting.record.is_abandoned]
+        return sorted(found, key=lambda sighting: -sighting.seconds)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -134,6 +152,8 @@ class Lifetime:
         self.signal: Signal | None = None
         """Of the epoch that runs now."""
         self.is_closed = False
+        self._has_ended = False
+        self.grace_seconds = _GRACE_SECONDS
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -163,19 +183,23 @@ class Lifetime:
             # Closed by another thread meanwhile; it could not join what had not been started.
             self._join(_GRACE_SECONDS)
 
-    def close(self, grace_seconds: float = _GRACE_SECONDS) -> None:
+    def close(self, grace_seconds: float | None = None) -> None:
         """End the threads and wait for them; no thread is left unless the user's code holds it.
 
         Close before join: a worker may be waiting for a task, and only closing wakes it.
         """
-        if self.is_closed:
+        if self._has_ended:
             return
+        # Each step may be done twice: one that was interrupted in the middle is done again.
         self.is_closed = True
         if self.signal is not None:
             self.signal.close()
         for group in self._groups:
             group.close()
+        if grace_seconds is None:
+            grace_seconds = self.grace_seconds
         stuck = self._join(grace_seconds)
+        self._has_ended = True
         if stuck:
             warnings.warn(
                 f"{len(stuck)} worker thread(s) are still inside the dataset's code after "
@@ -205,7 +229,7 @@ class Lifetime:
         with warnings.catch_warnings() if is_worker else contextlib.nullcontext():
             if is_worker:
                 warnings.simplefilter("ignore")
-            self.close(0.0 if is_worker else _GRACE_SECONDS)
+            self.close(0.0 if is_worker else None)
 
     def close_at_exit(self) -> None:
         """Close, and wait for the threads that are at work, however long it takes.
@@ -214,11 +238,16 @@ class Lifetime:
         that only sleeps or waits does no harm, and may do so for ever.
         """
         self.close(_GRACE_SECONDS_AT_EXIT)
-        for thread in self.threads:
-            seconds_used = -1.0
-            while thread.is_alive() and _cpu_seconds(thread) > seconds_used:
-                seconds_used = _cpu_seconds(thread)
-                thread.join(0.25)
+        at_work = {thread: -1.0 for thread in self.threads if thread.is_alive()}
+        while at_work:
+            seconds_used = {thread: _cpu_seconds(thread) for thread in at_work}
+            at_work = {
+                thread: seconds
+                for thread, seconds in seconds_used.items()
+                if thread.is_alive() and seconds > at_work[thread]
+            }
+            if at_work:
+                next(iter(at_work)).join(0.25)
 
 
 @functools.cache

@@ -36,6 +36,7 @@ class Record:
         "_lock",
         "_num_unsettled",
         "batch",
+        "before",
         "bookmark",
         "drawn",
         "error",
@@ -43,9 +44,11 @@ class Record:
         "is_exhausted",
         "is_finished",
         "number",
+        "originals",
         "shareable",
         "signal",
         "slots",
+        "substitutes",
         "turn",
     )
 
@@ -59,6 +62,12 @@ class Record:
         self.batch: Any = None
         self.bookmark: Any = None
         """What the stage says about where it is after this batch (iterable datasets)."""
+        self.originals = indices
+        """What `indices` were before samples that failed were replaced by others."""
+        self.before: list[Any] = []
+        """Some indices that were drawn before, those of the latest batch first."""
+        self.substitutes: dict[int, list[Any]] = {}
+        """For a slot whose sample has failed: the indices that may still be tried instead."""
         self.error: BaseException | None = None
         self.is_finished = False
         self.is_exhausted = False

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Final
 
 __all__ = ["Signal"]
+
+_NAP_SECONDS: Final = 0.5
 
 
 class Signal:
@@ -42,6 +45,13 @@ class Signal:
 
     def wait(self, deadline: float | None) -> bool:
         """Wait until the flag is set, and clear it; false if the deadline passed first."""
-        if deadline is None:
-            return self._nothing_happened.acquire()
-        return self._nothing_happened.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        while True:
+            # CPython does not hear a Ctrl-C that comes in the instant before it goes to sleep, and
+            # would sleep on. So it has to wake up now and then.
+            seconds = _NAP_SECONDS
+            if deadline is not None:
+                seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+            if self._nothing_happened.acquire(timeout=seconds):
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False

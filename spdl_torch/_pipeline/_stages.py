@@ -12,6 +12,7 @@ from operator import length_hint
 from typing import Any, Final, Protocol
 
 from ._record import Record
+from ._sighting import Sighting, stack_lines
 from ._workers import Workers
 
 __all__ = [
@@ -54,6 +55,15 @@ class CollateStage(Protocol):
         """Make the batch of a record whose slots are all settled."""
 
 
+class Remedy(Protocol):
+    """Knows what to do about samples that have failed."""
+
+    def __call__(
+        self, record: Record, slot: int, stage: str, error: BaseException
+    ) -> BaseException | None:
+        """Have another sample made for a slot; gives the error that it is to end in, if any."""
+
+
 class BatchStage(Protocol):
     """A stage with work to do on whole batches."""
 
@@ -64,7 +74,7 @@ class BatchStage(Protocol):
 class Place:
     """Where a worker is: at which slot of which record, and in what surroundings."""
 
-    __slots__ = ("record", "slot", "surroundings")
+    __slots__ = ("record", "since", "slot", "surroundings")
 
     WHOLE: Final = -1
     """Instead of a slot: at all samples of a batch at once."""
@@ -73,9 +83,15 @@ class Place:
     def __init__(self) -> None:
         self.record: Record | None = None
         self.slot = 0
+        self.since = 0.0
+        """When it came to the sample, if anybody watches."""
         self.surroundings: AbstractContextManager[Any] = contextlib.nullcontext()
         """Entered for each task, and left by a thread that waits: what a thread is still inside of
         when it ends may be taken down after the interpreter."""
+
+    def leave(self) -> None:
+        """The worker has ended. What it was in may refer to this."""
+        self.surroundings = contextlib.nullcontext()
 
 
 Tools = tuple[Operation | None, Operation | None, Place]
@@ -159,8 +175,12 @@ class ThreadStage:
         next_stage: SampleStage | None = None,
         collate_stage: CollateStage | None = None,
         transfer_stage: BatchStage | None = None,
+        remedy: Remedy | None = None,
+        is_watched: bool = False,
     ) -> None:
         self._name = name
+        self._remedy = remedy
+        self._is_watched = is_watched
         self._set_up = set_up
         self._is_first = is_first
         self._takes_whole_batch = takes_whole_batch
@@ -171,6 +191,7 @@ class ThreadStage:
         """Where batches go that are made here; None: to the consumer."""
         self._group_size = GroupSize(_HAND_OVER_SECONDS)
         self.tools: dict[int, Tools] = {}
+        self._worker_ids = worker_ids
         self._workers = self.takers = Workers(name, worker_ids, self)
         self.workers = [self._workers]
 
@@ -236,7 +257,23 @@ class ThreadStage:
         return *self._set_up(worker_id, place), place
 
     def dismiss_worker(self, worker_id: int) -> None:
-        self.tools.pop(worker_id, None)
+        tools = self.tools.pop(worker_id, None)
+        if tools is not None:
+            tools[-1].leave()
+
+    def sightings(self) -> list[Sighting]:
+        """What the workers are at; approximately, since they do not stop for it."""
+        now = time.monotonic()
+        found = []
+        for thread, worker_id in zip(self._workers.threads, self._worker_ids, strict=True):
+            place = self.tools[worker_id][-1] if worker_id in self.tools else None
+            record = None if place is None else place.record
+            if place is not None and record is not None:
+                at, lines = place.slot, stack_lines(thread)
+                stage = "collate" if at == Place.COLLATE else self._name
+                slot = at if 0 <= at < len(record.indices) else None
+                found.append(Sighting(stage, record, slot, now - place.since, lines))
+        return found
 
     def work(self, task: list[_Job], tools: Tools) -> None:
         with tools[-1].surroundings:
@@ -244,13 +281,14 @@ class ThreadStage:
 
     def _work(self, task: list[_Job], tools: Tools) -> None:
         place = tools[-1]
-        started = time.perf_counter()
+        started = time.monotonic()
         num_samples = 0
         for job in task:
             signal = job.record.signal
             if signal.is_closed:
                 continue
             try:
+                place.since = started
                 place.record = job.record
                 num_samples += self._do(job, tools)
             except BaseException as error:
@@ -264,7 +302,7 @@ class ThreadStage:
             # next batch.
             if not signal.consumer_is_patient:
                 signal.set()
-        self._group_size.observe(num_samples, time.perf_counter() - started)
+        self._group_size.observe(num_samples, time.monotonic() - started)
         task[-1].record.signal.set()
 
     def _do(self, job: _Job, tools: Tools) -> int:
@@ -290,6 +328,7 @@ class ThreadStage:
                 return num_done
         assert collate is not None, "a batch was handed to a stage that does not collate"
         place.slot = Place.COLLATE
+        place.since = time.monotonic()
         self._make_batch(record, collate)
         return num_done
 
@@ -299,19 +338,26 @@ class ThreadStage:
         slots = record.slots
         inputs = record.indices if self._is_first else slots
         num_done = slot = 0
-        try:
-            for slot in job.unclaimed:
-                place.slot = slot
-                slots[slot] = operation(inputs[slot])
-                num_done += 1
-                if signal.is_closed:
-                    break
-        except BaseException as error:
-            # The user's frame refers to this one as its caller, for as long as the error lives.
-            del slots, inputs
-            num_settled = num_done + self._fail(job, slot, without_our_frame(error))
-            return num_done, num_settled
-        return num_done, num_done
+        is_watched = self._is_watched
+        while True:
+            try:
+                for slot in job.unclaimed:
+                    place.slot = slot
+                    if is_watched:
+                        place.since = time.monotonic()
+                    slots[slot] = operation(inputs[slot])
+                    num_done += 1
+                    if signal.is_closed:
+                        break
+                return num_done, num_done
+            except BaseException as error:
+                failure = self._remedied(record, slot, error)
+                if failure is not None:
+                    try:
+                        return num_done, num_done + self._fail(job, slot, failure)
+                    finally:
+                        # The user's frame refers to this one, as long as the error lives.
+                        del slots, inputs, failure
 
     def _fill_and_pass_on(
         self, job: _Job, operation: Operation, place: Place, next_stage: SampleStage
@@ -323,21 +369,29 @@ class ThreadStage:
         num_done = num_failed = slot = 0
         done: list[int] = []
         passed_on = time.perf_counter()
-        try:
-            for slot in job.unclaimed:
-                place.slot = slot
-                slots[slot] = operation(inputs[slot])
-                num_done += 1
-                done.append(slot)
-                if signal.is_closed:
+        is_watched = self._is_watched
+        while True:
+            try:
+                for slot in job.unclaimed:
+                    place.slot = slot
+                    if is_watched:
+                        place.since = time.monotonic()
+                    slots[slot] = operation(inputs[slot])
+                    num_done += 1
+                    done.append(slot)
+                    if signal.is_closed:
+                        break
+                    now = time.perf_counter()
+                    if now - passed_on > _HAND_OVER_SECONDS:
+                        next_stage.put(record, done)
+                        done, passed_on = [], now
+                break
+            except BaseException as error:
+                failure = self._remedied(record, slot, error)
+                if failure is not None:
+                    num_failed = self._fail(job, slot, failure)
+                    del slots, inputs, failure
                     break
-                now = time.perf_counter()
-                if now - passed_on > _HAND_OVER_SECONDS:
-                    next_stage.put(record, done)
-                    done, passed_on = [], now
-        except BaseException as error:
-            del slots, inputs
-            num_failed = self._fail(job, slot, without_our_frame(error))
         if done:
             next_stage.put(record, done)
         return num_done, num_failed
@@ -360,6 +414,13 @@ class ThreadStage:
                 return num_samples, 0
             return num_samples, num_samples
         return 0, 0
+
+    def _remedied(self, record: Record, slot: int, error: BaseException) -> BaseException | None:
+        """What a sample's slot is to end in; None if another sample is made for it."""
+        error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        if self._remedy is None or not isinstance(error, Exception):
+            return error
+        return self._remedy(record, slot, self._name, error)
 
     def _fail(self, job: _Job, slot: int, error: BaseException) -> int:
         """Let the batch end in this error; gives how many slots that settles.

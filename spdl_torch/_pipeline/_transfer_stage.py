@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ._record import Record
+from ._sighting import Sighting, stack_lines
 from ._signal import Signal
 from ._stages import Operation, note_origin, without_our_frame
 from ._workers import Workers
@@ -44,6 +46,8 @@ class TransferStage:
         self._num_arrived = 0
         self._num_taken = 0
         self._waiting: list[Record] = []
+        self._at: tuple[Record, float] | None = None
+        """The batch it takes on now, and since when."""
         self.tools: dict[int, Operation] = {}
         self._workers = Workers(name, [0], self)
         self.workers = [self._workers]
@@ -83,6 +87,13 @@ class TransferStage:
         while (record := self._next_in_turn()) is not None:
             self._take_on(record, tools)
 
+    def sightings(self) -> list[Sighting]:
+        if (at := self._at) is None:
+            return []
+        record, since = at
+        lines = stack_lines(self._workers.threads[0])
+        return [Sighting(self._name, record, None, time.monotonic() - since, lines)]
+
     def _next_in_turn(self) -> Record | None:
         record = min(self._waiting, key=_turn, default=None)
         if record is None or _turn(record) >= self._num_taken + self._num_ahead:
@@ -93,11 +104,13 @@ class TransferStage:
     def _take_on(self, record: Record, operation: Operation) -> None:
         batch = None
         if not record.is_abandoned and record.error is None:
+            self._at = record, time.monotonic()
             try:
                 batch = operation(record.batch)
             except BaseException as error:
                 note_origin(error, self._name, record, None)
                 record.fail(0, without_our_frame(error))
+        self._at = None
         record.finish(batch)
         record.signal.set()
 

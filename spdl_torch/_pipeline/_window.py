@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from ._record import Record
 from ._signal import Signal
 
-__all__ = ["FirstStage", "NotInTime", "Window"]
+__all__ = ["NUM_BEFORE", "FirstStage", "NotInTime", "Window"]
 
 
 _QUICK_SECONDS: Final = 0.0001
@@ -21,6 +21,10 @@ _PATIENCE_SECONDS: Final = 0.002
 
 _LONG_PATIENCE_SECONDS: Final = 1.0
 """How long it goes on so if all workers who could be waiting for that one are busy."""
+
+
+NUM_BEFORE: Final = 16
+"""How many indices of batches before a batch are remembered, for samples that cannot be made."""
 
 
 class NotInTime(Exception):  # noqa: N818 (not an error: the consumer may ask again)
@@ -76,6 +80,9 @@ class Window:
         self._unopened: list[Record] = []
         """The last of the pending records, which no worker has been told of."""
         self._num_drawn = 0
+        self._is_drawing = False
+        """Still true at the next draw, if an interrupt came in the middle of the last."""
+        self._last_indices: list[Any] = []
         self._num_turns_taken = 0
         self._num_turns_told = 0
         self._source_has_ended = False
@@ -87,7 +94,7 @@ class Window:
         """The next finished batch, or None at the end of the epoch.
 
         An interrupted or timed-out call loses nothing: a finished record stays where it is until
-        the step in which it is returned.
+        the step in which it is returned. What an interrupt cannot leave whole, it leaves unusable.
         """
         is_quick = time.perf_counter() - self._returned < _QUICK_SECONDS
         self._patience_seconds = _PATIENCE_SECONDS
@@ -135,6 +142,16 @@ class Window:
 
     def _draw(self, num_pending: int) -> None:
         """Draw batches until there are so many pending, or the sampler has ended."""
+        if self._is_drawing:
+            raise RuntimeError(
+                "the loop was interrupted while the sampler was asked for a batch, and nobody "
+                "knows whether it has gone on. Call iter(loader), or load a saved state."
+            )
+        self._is_drawing = True
+        self._draw_some(num_pending)
+        self._is_drawing = False
+
+    def _draw_some(self, num_pending: int) -> None:
         while len(self._pending) < num_pending and not self._source_has_ended:
             try:
                 drawn = next(self._source)
@@ -152,6 +169,9 @@ class Window:
                 if isinstance(drawn, list | Iterator):
                     drawn = indices
                 record = Record(self._num_drawn, drawn, indices, self._signal)
+                record.originals = indices[:]
+                record.before = self._last_indices
+                self._last_indices = [*indices, *record.before][:NUM_BEFORE]
                 self._unopened.append(record)
             self._num_drawn += 1
             self._pending.append(record)

@@ -7,15 +7,18 @@ of it are done; for an iterable dataset, a bookmark for each worker.
 
 from ._base import Progress
 from ._iterable import IterableProgress
-from ._map import MapProgress
+from ._map import LOAD, PREPROCESS, MapProgress, key_for
 from ._of_loader import progress_of, restored_progress
 from ._reader import SampleCount
 
 __all__ = [
+    "LOAD",
+    "PREPROCESS",
     "IterableProgress",
     "MapProgress",
     "Progress",
     "SampleCount",
+    "key_for",
     "progress_of",
     "restored_progress",
 ]

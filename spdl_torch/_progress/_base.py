@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from .._permutation import key_of
 from ._order import Foresight
 
 if TYPE_CHECKING:
     from .._dataloader import DataLoader
 
-__all__ = ["FORMAT", "Progress"]
+__all__ = ["FORMAT", "Progress", "seed_and_epoch", "seed_of_order", "seed_of_workers"]
+
+_WORKERS: Final = 1
+_ORDER: Final = 2
+"""What is drawn for one has nothing to do with what is drawn for the other."""
 
 FORMAT: Final = 1
 """Of a state. Raise it when an older state could be misread."""
@@ -34,11 +39,13 @@ class Progress:
     ) -> None:
         self._base_seed = base_seed
         self._epoch = epoch
-        """How many epochs there were before with the same seed, in workers that live on."""
+        """How many epochs there were before with the same seed, or which one was chosen."""
         self._dataset_state = dataset_state
         self._had_begun = had_begun
         """An iterator had been made for it before it was saved."""
         self.has_begun = False
+        self.has_drawn = False
+        """Its first indices have been drawn."""
         self.is_over = False
         """The training loop has been told that the epoch has ended."""
 
@@ -88,8 +95,46 @@ class Progress:
         """The epoch after this one, in the same loader."""
         raise NotImplementedError
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def base_seed(self) -> int:
+        assert self._base_seed is not None
+        return self._base_seed
+
+    @property
+    def seed_of_workers(self) -> int:
+        """What torch calls the base seed: each worker's own is that and its number."""
+        return self.base_seed
+
+    def choose_epoch(self, epoch: int) -> None:
+        """Be another epoch, if nothing has been drawn yet."""
+        raise NotImplementedError
+
     def _seed_and_epoch(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        if loader.seed is not None:
+            return seed_and_epoch(loader)
         # Workers that live on keep their seed.
         if loader._iterator is None:
             return {}
         return {"base_seed": self._base_seed, "epoch": self._epoch + 1}
+
+
+def seed_and_epoch(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What is known of the next epoch of a loader before anything is drawn."""
+    if loader.seed is None:
+        return {}
+    # As torch draws it: a positive number of 64 bits.
+    return {"base_seed": key_of(int(loader.seed), _WORKERS) >> 1, "epoch": loader._next_epoch}
+
+
+def seed_of_workers(base_seed: int, epoch: int) -> int:
+    """The seed of the workers of an epoch, in a loader with a seed."""
+    return key_of(base_seed, epoch, _WORKERS) >> 1
+
+
+def seed_of_order(base_seed: int, epoch: int) -> int:
+    """The seed of the order in which a loader with a seed goes through an epoch."""
+    return key_of(base_seed, epoch, _ORDER) >> 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterDataPipe
 
-from ._base import FORMAT, Progress
+from ._base import FORMAT, Progress, seed_and_epoch, seed_of_workers
 from ._order import Foresight
 from ._reader import Reader, SampleCount
 from ._saved import Saved, is_stateful
@@ -46,6 +46,7 @@ class IterableProgress(Progress):
         self._is_restored = is_restored
         """The datasets are to be taken to the bookmarks; or else they are there already."""
         self._num_workers = loader.num_workers
+        self._is_seeded = loader.seed is not None
         self._draws = loader._index_sampler
         self._bookmarks = bookmarks or {}
         self._final_bookmarks: dict[int, dict[str, Any]] = {}
@@ -76,6 +77,19 @@ class IterableProgress(Progress):
             if self._base_seed is None:
                 self._base_seed = foresight.seed(loader.generator)
 
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> IterableProgress:
+        """The progress of an epoch that is to begin."""
+        return cls(loader, **seed_and_epoch(loader))
+
+    def choose_epoch(self, epoch: int) -> None:
+        if not self.has_drawn:
+            self._epoch = epoch
+
+    @property
+    def seed_of_workers(self) -> int:
+        return seed_of_workers(self.base_seed, self._epoch) if self._is_seeded else self.base_seed
+
     def sample_key(self, worker_id: int, number: int) -> tuple[int, ...]:
         """What the random numbers of a worker's sample depend on."""
         assert self._base_seed is not None
@@ -91,6 +105,7 @@ class IterableProgress(Progress):
         count: SampleCount,
     ) -> Reader:
         """A reader for one worker, which goes on where that worker was."""
+        self.has_drawn = True
         bookmark = self._bookmarks.get(worker_id) if self._is_restored else None
         return Reader(
             dataset,

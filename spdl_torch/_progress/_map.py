@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import BatchSampler
 
 from .._ranges import Ranges
-from ._base import FORMAT, Progress
+from ._base import FORMAT, Progress, seed_and_epoch, seed_of_order, seed_of_workers
 from ._order import Foresight, Order
 from ._orders import order_of, restored_order
 from ._saved import Saved, is_stateful, state_of
 
 if TYPE_CHECKING:
     from .._dataloader import DataLoader
-    from .._pipeline import Record
 
-__all__ = ["MapProgress"]
+__all__ = ["LOAD", "PREPROCESS", "MapProgress", "key_for"]
+
+LOAD: Final = 1
+PREPROCESS: Final = 0
+"""Comes last in a key: what a sample draws in one stage has nothing to do with the other."""
 
 
 class _Draw:
@@ -30,19 +35,20 @@ class _Draw:
         self.num_units = 1
         self.unit = "sample"
         self.sampler: Any = loader.sampler
-        self.batches: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        self._is_batched = type(batch_sampler) is BatchSampler
         if type(batch_sampler) is BatchSampler:
             self.num_units = batch_sampler.batch_size
             self.sampler = batch_sampler.sampler
-            self._batch_size, self._drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-            self.batches = self._in_batches
+            self._drop_last = batch_sampler.drop_last
         elif batch_sampler is not None:
             # Somebody's own: how it makes its batches is not known, so they are not taken apart.
             self.unit = "batch"
             self.sampler = batch_sampler
 
-    def _in_batches(self, indices: Iterator[Any]) -> Iterator[Any]:
-        return iter(BatchSampler(indices, self._batch_size, self._drop_last))
+    def batches(self, indices: Iterator[Any]) -> Iterator[Any]:
+        if not self._is_batched:
+            return indices
+        return iter(BatchSampler(indices, self.num_units, self._drop_last))
 
 
 class MapProgress(Progress):
@@ -59,8 +65,11 @@ class MapProgress(Progress):
         epoch: int = 0,
         dataset_state: Any = None,
         had_begun: bool = False,
+        is_seeded: bool = False,
     ) -> None:
         super().__init__(base_seed, dataset_state, epoch=epoch, had_begun=had_begun)
+        self._is_seeded = is_seeded
+        """The loader has a seed, from which all is drawn."""
         self._offset = offset
         """How many indices of the epoch came before those of the order, as a sampler that has a
         state gives it."""
@@ -75,11 +84,35 @@ class MapProgress(Progress):
     def of(cls, loader: DataLoader[Any]) -> MapProgress:
         """The progress of an epoch that is to begin."""
         draw = _Draw(loader)
-        return cls(draw, order_of(draw.sampler))
+        progress = cls(
+            draw,
+            order_of(draw.sampler),
+            is_seeded=loader.seed is not None,
+            **seed_and_epoch(loader),
+        )
+        progress._fix_order()
+        return progress
+
+    @property
+    def seed_of_workers(self) -> int:
+        # With a seed the base is the same in every epoch, and what is drawn from it must not be.
+        return seed_of_workers(self.base_seed, self._epoch) if self._is_seeded else self.base_seed
+
+    def _fix_order(self) -> None:
+        if self._is_seeded:
+            assert self._base_seed is not None
+            self._order.fix(seed_of_order(self._base_seed, self._epoch))
+
+    def choose_epoch(self, epoch: int) -> None:
+        if self.has_drawn or epoch == self._epoch:
+            return
+        self._epoch = epoch
+        self._forget()
 
     def __iter__(self) -> Iterator[Any]:
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
         # they have made the iterator.
+        self.has_drawn = True
         if self._order.was_overruled():
             self._forget()
         draws = self._draw.batches(self._order.open(self._done))
@@ -97,6 +130,7 @@ class MapProgress(Progress):
                 stacklevel=5,
             )
         self._order, self._done, self._offset = order_of(self._draw.sampler), Ranges(), 0
+        self._fix_order()
 
     def deliver(self, number: int) -> None:
         self._delivered.add(number, number + 1)
@@ -116,22 +150,25 @@ class MapProgress(Progress):
                 done.add(*places)
         return done
 
-    def sample_key(self, record: Record, slot: int, stage: int) -> tuple[int, ...]:
+    def sample_key(self, number: int, indices: list[Any], slot: int) -> tuple[int, ...]:
         """What the random numbers of a sample depend on: all but who loads it, and with whom.
 
         The index alone will not do, for a sampler may draw it twice in an epoch.
+
+        Args:
+            number: of the draw.
+            indices: what was drawn.
+            slot: the place of the sample in it; below 0, something of all samples together.
+
         """
+        # Of all samples together the first stands for the others; a draw may be empty.
+        index = indices[max(slot, 0)] if indices else None
+        number *= self._draw.num_units
         if self._draw.unit == "sample" and slot >= 0:
-            number, slot = record.number * self._draw.num_units + slot, 0
-            index = record.indices[number % self._draw.num_units]
-        else:
-            number = record.number * self._draw.num_units
-            index = record.indices[slot] if slot >= 0 else None
+            number, slot = number + slot, 0
         place = self._order.global_place(self._done.missing_at(number)) + self._offset
-        if not isinstance(index, int):
-            index = -1
-        assert self._base_seed is not None
-        return self._base_seed, self._epoch, place, slot, index, stage
+        # The index too: several ranks may be at the same place, each of an order of its own.
+        return self.base_seed, self._epoch, place, slot, number_of(index)
 
     def _foresee(self, foresight: Foresight) -> None:
         self._order.foresee(foresight)
@@ -139,7 +176,9 @@ class MapProgress(Progress):
     def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
         if self._order.was_overruled():
             order = order_of(self._draw.sampler)
-            return MapProgress(self._draw, order, base_seed=self._base_seed).state_dict(loader)
+            return MapProgress(
+                self._draw, order, base_seed=self._base_seed, epoch=self._epoch
+            ).state_dict(loader)
         first = self._order.first_place
         done = Ranges(
             (max(start - first, 0), stop - first)
@@ -166,11 +205,14 @@ class MapProgress(Progress):
 
     def following(self, loader: DataLoader[Any]) -> Progress:
         draw = _Draw(loader)
-        return MapProgress(
+        progress = MapProgress(
             draw,
             self._order.following(),
+            is_seeded=self._is_seeded,
             **self._seed_and_epoch(loader),
         )
+        progress._fix_order()
+        return progress
 
     @classmethod
     def restored(cls, loader: DataLoader[Any], saved: Saved) -> MapProgress:
@@ -206,7 +248,21 @@ class MapProgress(Progress):
             epoch=epoch,
             dataset_state=dataset_state,
             had_begun=has_begun,
+            is_seeded=loader.seed is not None,
         )
+
+
+def key_for(key: tuple[int, ...], index: Any) -> tuple[int, ...]:
+    """The key of another sample in the place of the one whose key this is."""
+    return *key[:-1], number_of(index)
+
+
+def number_of(index: Any) -> int:
+    """A number that tells an index from others."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return zlib.crc32(repr(index).encode())
 
 
 def _length_of(dataset: Any) -> int | None:

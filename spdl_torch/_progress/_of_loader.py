@@ -23,7 +23,7 @@ _NAMES: Final = {"iterable": "an IterableDataset", "map": "a map-style dataset"}
 def progress_of(loader: DataLoader[Any]) -> Progress:
     """The progress of an epoch that is to begin."""
     if loader._dataset_kind == _DatasetKind.Iterable:
-        return IterableProgress(loader)
+        return IterableProgress.of(loader)
     return MapProgress.of(loader)
 
 

@@ -55,6 +55,9 @@ class Order:
     def foresee(self, foresight: Foresight) -> None:
         """Decide what has not been decided yet, as it will be if nobody else draws meanwhile."""
 
+    def fix(self, seed: int) -> None:
+        """Draw the order from this seed, if it would be drawn from torch's generator."""
+
     has_marks = False
     """The sampler has a state, which is kept for every draw that may have to be gone back to."""
 

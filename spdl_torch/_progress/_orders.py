@@ -173,6 +173,9 @@ class _Seeded(Order):
         seeded.generator = torch.Generator().manual_seed(self._seed)
         return left_of(iter(seeded), done)
 
+    def fix(self, seed: int) -> None:
+        self._seed, self._is_drawn = seed, True
+
     def foresee(self, foresight: Foresight) -> None:
         if self._seed is None:
             self._seed = foresight.seed(None)

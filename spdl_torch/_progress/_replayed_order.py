@@ -115,6 +115,11 @@ class ReplayedOrder(Order):
             return False
         return self._saved.integer("epoch") != _epoch_of(self._sampler)
 
+    def fix(self, seed: int) -> None:
+        is_torchs = _generator_of(self._sampler) is torch.default_generator
+        if is_torchs and _may_draw(self._sampler):
+            self._generator_before = torch.Generator().manual_seed(seed).get_state()
+
     def foresee(self, foresight: Foresight) -> None:
         is_undecided = not self._is_open and self._saved is None and self._generator_before is None
         if is_undecided and _may_draw(self._sampler):

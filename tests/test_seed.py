@@ -1,0 +1,577 @@
+"""`seed=`: the same bits whoever makes the samples."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as v1
+from PIL import Image
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torchvision.transforms import v2
+
+import spdl_torch
+from spdl_torch import DataLoader, DistributedRandomSampler, StagedDataset
+
+SIZE = 11
+ALL_WORKERS = [
+    pytest.param({"num_workers": 0}, id="calling thread"),
+    pytest.param({"num_workers": 1}, id="1 thread"),
+    pytest.param({"num_workers": 2}, id="2 threads"),
+    pytest.param({"num_workers": 8, "prefetch_factor": 1}, id="8 threads"),
+    pytest.param({"num_workers": 32}, id="32 threads"),
+    pytest.param({"num_workers": 2, "persistent_workers": True}, id="persistent threads"),
+    pytest.param({"num_workers": 2, "copy_dataset": True}, id="copied dataset"),
+    pytest.param({"num_workers": 2, "worker_method": "multiprocessing"}, id="processes"),
+    pytest.param(
+        {"num_workers": 2, "worker_method": "multiprocessing", "persistent_workers": True},
+        id="persistent processes",
+    ),
+]
+all_workers = pytest.mark.parametrize("workers", ALL_WORKERS)
+
+
+@pytest.fixture(scope="module")
+def executors():
+    with ProcessPoolExecutor(2) as processes, ThreadPoolExecutor(3) as threads:
+        yield {"processes": processes, "threads": threads}
+
+
+def epochs(dataset, workers, num_epochs=2, *, batch_size=3, seed=7, shuffle=True, **arguments):
+    """The batches of some epochs."""
+    with DataLoader(
+        dataset, batch_size=batch_size, seed=seed, shuffle=shuffle, **workers, **arguments
+    ) as loader:
+        return [list(loader) for _ in range(num_epochs)]
+
+
+def flat(batches):
+    """All numbers of some batches, in order."""
+    if isinstance(batches, torch.Tensor):
+        return batches.flatten().tolist()
+    return [number for batch in batches for number in flat(batch)]
+
+
+# -- what is drawn --------------------------------------------------------------------------------
+
+AUGMENTATIONS = {
+    "v1 on PIL": v1.Compose(
+        [
+            v1.RandomResizedCrop(12),
+            v1.RandomHorizontalFlip(),
+            v1.RandomVerticalFlip(),
+            v1.ColorJitter(0.4, 0.4, 0.4, 0.1),
+            v1.RandAugment(),
+            v1.ToTensor(),
+            v1.RandomErasing(0.5),
+        ]
+    ),
+    "v2": v2.Compose(
+        [
+            v2.RandomResizedCrop(12),
+            v2.RandomHorizontalFlip(),
+            v2.RandomVerticalFlip(),
+            v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+            v2.RandAugment(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.RandomErasing(0.5),
+        ]
+    ),
+}
+
+
+class Augmented(Dataset):
+    def __init__(self, transform):
+        self.transform = AUGMENTATIONS[transform]
+        pixels = np.random.default_rng(0).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        self.image = Image.fromarray(pixels)
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return self.transform(self.image), index
+
+
+@pytest.fixture(scope="module", params=AUGMENTATIONS)
+def augmented(request):
+    """A dataset, and two epochs of it in the calling thread."""
+    dataset = Augmented(request.param)
+    return dataset, epochs(dataset, {"num_workers": 0})
+
+
+@all_workers
+def test_augmented_images_are_the_same_to_the_bit(augmented, workers):
+    dataset, expected = augmented
+    for ours, theirs in zip(epochs(dataset, workers), expected, strict=True):
+        for (images, labels), (expected_images, expected_labels) in zip(ours, theirs, strict=True):
+            assert torch.equal(images, expected_images)
+            assert torch.equal(labels, expected_labels)
+
+
+def test_augmented_images_without_order_are_the_same_set(augmented):
+    dataset, expected = augmented
+    batches = epochs(dataset, {"num_workers": 8}, in_order=False)
+    assert [sorted(map(flat, epoch)) for epoch in batches] == [
+        sorted(map(flat, epoch)) for epoch in expected
+    ]
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_an_executor_gives_the_same_bits(augmented, executors, kind):
+    dataset, expected = augmented
+    workers = {"num_workers": 2, "preprocess_executor": executors[kind]}
+    assert flat(epochs(dataset, workers)) == flat(expected)
+
+
+def test_every_sample_and_every_epoch_draws_its_own(augmented):
+    _, expected = augmented
+    images = [tuple(image.flatten().tolist()) for e in expected for b, _ in e for image in b]
+    assert len(set(images)) == 2 * SIZE
+    orders = [[label.item() for _, labels in epoch for label in labels] for epoch in expected]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(SIZE))
+
+
+def test_another_seed_gives_other_bits(augmented):
+    dataset, expected = augmented
+    assert flat(epochs(dataset, {"num_workers": 2}, seed=8)) != flat(expected)
+
+
+@all_workers
+def test_the_training_loops_generators_are_left_alone(workers):
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    epochs(Augmented("v2"), workers, num_epochs=1)
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    # torch's constructor draws a seed for workers from its generator, wanted or not.
+    torch.manual_seed(1)
+    torch.empty((), dtype=torch.int64).random_()
+    after_one_draw = torch.get_rng_state().tolist()
+    torch.manual_seed(1)
+    epochs(Augmented("v2"), workers, num_epochs=1)
+    assert torch.get_rng_state().tolist() == after_one_draw
+
+
+# -- all kinds of datasets ------------------------------------------------------------------------
+
+
+class InStages(StagedDataset):
+    def __len__(self):
+        return SIZE
+
+    def load(self, index):
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+    def preprocess(self, raw):
+        return torch.cat([raw, torch.rand(1)])
+
+    def collate(self, samples):
+        return torch.stack(samples), torch.rand(())
+
+
+class InStagesAsync(InStages):
+    async def load(self, index):
+        import asyncio  # noqa: PLC0415
+
+        first = torch.rand(())
+        for _ in range(index % 3):
+            await asyncio.sleep(0)
+        # Other samples may have drawn meanwhile.
+        return torch.stack([torch.tensor(float(index)), first + torch.rand(())])
+
+
+class Many(InStages):
+    def load_many(self, indices):
+        return [torch.stack([torch.tensor(float(i)), torch.rand(())]) for i in indices]
+
+
+class ManyAsync(InStages):
+    async def load_many(self, indices):
+        return [torch.stack([torch.tensor(float(i)), torch.rand(())]) for i in indices]
+
+
+class AtOnce(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(())])
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Elsewhere(Dataset):
+    """Draws from numpy's and Python's generators, several times."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        first, second = spdl_torch.sample_rng(), spdl_torch.sample_rng()
+        return torch.tensor(
+            [index, first.numpy.random(), first.random.random(), second.numpy.random()],
+            dtype=torch.float64,
+        )
+
+
+class ImageAndMask(Dataset):
+    """Seeds torch to do the same to both."""
+
+    transform = v2.RandomCrop(4)
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        image = torch.arange(400.0).reshape(1, 20, 20)
+        seed = torch.randint(1 << 30, ()).item()
+        torch.manual_seed(seed)
+        first = self.transform(image)
+        torch.manual_seed(seed)
+        return first, self.transform(image)
+
+
+class Forking(Dataset):
+    """Draws something twice by putting torch's state back."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        with torch.random.fork_rng():
+            first = torch.rand(())
+        return torch.stack([first, torch.rand(())])
+
+
+DATASETS = [
+    InStages(),
+    InStagesAsync(),
+    Many(),
+    ManyAsync(),
+    AtOnce(),
+    Subset(InStages(), [9, 3, 1, 4, 10]),
+    Elsewhere(),
+    ImageAndMask(),
+    Forking(),
+]
+
+
+@pytest.fixture(scope="module", params=DATASETS, ids=lambda dataset: type(dataset).__name__)
+def drawing(request):
+    return request.param, flat(epochs(request.param, {"num_workers": 0}))
+
+
+@all_workers
+def test_datasets_of_every_kind_draw_the_same_bits(drawing, workers):
+    dataset, expected = drawing
+    assert flat(epochs(dataset, workers)) == expected
+
+
+def test_executors_preprocess_datasets_of_every_kind_to_the_same_bits(drawing, executors):
+    dataset, expected = drawing
+    workers = {"num_workers": 2, "preprocess_executor": executors["processes"]}
+    assert flat(epochs(dataset, workers)) == expected
+
+
+def test_an_async_load_in_the_calling_thread_draws_from_the_sample_whatever_came_before():
+    dataset = InStagesAsync()
+    expected = flat(epochs(dataset, {"num_workers": 2}))
+    dataset[0]  # Outside of any loader, in an event loop of this thread.
+    assert flat(epochs(dataset, {"num_workers": 0})) == expected
+
+
+@all_workers
+def test_samples_without_batches_draw_the_same_bits(workers):
+    dataset = AtOnce()
+    expected = flat(epochs(dataset, {"num_workers": 0}, batch_size=None))
+    assert len(set(expected[1::2])) == 2 * SIZE
+    assert flat(epochs(dataset, workers, batch_size=None)) == expected
+
+
+@all_workers
+def test_an_image_and_its_mask_are_cropped_alike(workers):
+    for epoch in epochs(ImageAndMask(), workers):
+        for images, masks in epoch:
+            assert torch.equal(images, masks)
+
+
+def test_an_image_and_its_mask_are_cropped_alike_without_a_seed():
+    for images, masks in DataLoader(ImageAndMask(), batch_size=3, num_workers=4):
+        assert torch.equal(images, masks)
+
+
+@all_workers
+def test_a_collate_function_draws_the_same_bits(workers):
+    dataset = TensorDataset(torch.arange(float(SIZE)))
+    expected = flat(epochs(dataset, {"num_workers": 0}, collate_fn=_mixed))
+    assert flat(epochs(dataset, workers, collate_fn=_mixed)) == expected
+
+
+def _mixed(samples):
+    return torch.stack([sample[0] for sample in samples]) * torch.rand(())
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, SIZE, step):
+            yield torch.tensor([index, torch.rand(()), spdl_torch.sample_rng().numpy.random()])
+
+
+@pytest.mark.parametrize(
+    ("some", "others"),
+    [
+        ({"num_workers": 0}, {"num_workers": 1}),
+        ({"num_workers": 1}, {"num_workers": 1, "worker_method": "multiprocessing"}),
+        ({"num_workers": 2}, {"num_workers": 2, "worker_method": "multiprocessing"}),
+        (
+            {"num_workers": 2, "persistent_workers": True},
+            {"num_workers": 2, "worker_method": "multiprocessing", "persistent_workers": True},
+        ),
+        ({"num_workers": 2, "persistent_workers": True}, {"num_workers": 2}),
+    ],
+)
+def test_iterable_datasets_draw_the_same_bits_in_as_many_workers(some, others):
+    expected = epochs(Streamed(), some, shuffle=None)
+    assert flat(epochs(Streamed(), others, shuffle=None)) == flat(expected)
+    assert flat(expected[0]) != flat(expected[1])
+
+
+# -- the order ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: RandomSampler(range(SIZE)),
+        lambda: RandomSampler(range(SIZE), replacement=True, num_samples=40),
+        lambda: WeightedRandomSampler(torch.ones(SIZE), 20),
+        lambda: SubsetRandomSampler(range(SIZE)),
+        lambda: DistributedRandomSampler(SIZE, seed=3),
+    ],
+    ids=["random", "with replacement", "weighted", "subset", "ours"],
+)
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_samplers_that_draw_from_torch_give_the_same_order(sampler, num_workers):
+    torch.manual_seed(1)
+    first = epochs(range(SIZE), {"num_workers": num_workers}, shuffle=None, sampler=sampler())
+    torch.manual_seed(2)
+    again = epochs(range(SIZE), {"num_workers": 0}, shuffle=None, sampler=sampler())
+    assert flat(first) == flat(again)
+    assert flat(first[0]) != flat(first[1])
+
+
+# -- epochs ---------------------------------------------------------------------------------------
+
+
+@all_workers
+def test_an_epoch_can_be_chosen(workers):
+    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **workers) as loader:
+        expected = [flat(list(loader)) for _ in range(3)]
+        for epoch in (2, 0, 1):
+            loader.set_epoch(epoch)
+            assert flat(list(loader)) == expected[epoch]
+        # And the count goes on from there.
+        assert flat(list(loader)) == expected[2]
+
+
+def test_an_epoch_can_be_chosen_after_the_iterator_was_made():
+    expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=4)
+    loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
+    iterator = iter(loader)
+    loader.set_epoch(2)
+    assert flat(list(iterator)) == flat(expected[2])
+    assert flat(list(loader)) == flat(expected[3])
+
+
+def test_an_iterator_that_was_never_used_takes_no_epoch():
+    expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=1)
+    loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
+    iter(loader)
+    assert flat(list(loader)) == flat(expected[0])
+
+
+def test_an_epoch_that_was_broken_off_counts():
+    expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=2)
+    loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
+    next(iter(loader))
+    assert flat(list(loader)) == flat(expected[1])
+
+
+@all_workers
+@pytest.mark.parametrize("resumed_in", [{"num_workers": 0}, {"num_workers": 3}], ids=str)
+@pytest.mark.parametrize("num_before", [0, 2, 4])
+def test_a_run_goes_on_with_the_same_bits(workers, resumed_in, num_before):
+    expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=3)
+    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **workers) as loader:
+        list(loader)
+        iterator = iter(loader)
+        for _ in range(num_before):
+            next(iterator)
+        state = loader.state_dict()
+        del iterator
+    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **resumed_in) as loader:
+        loader.load_state_dict(state)
+        assert flat(list(loader)) == flat(expected[1][num_before:])
+        assert flat(list(loader)) == flat(expected[2])
+
+
+def test_a_state_saved_between_epochs_goes_on_with_the_same_bits():
+    expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=3)
+    loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
+    states = [loader.state_dict()]
+    for _ in range(2):
+        list(loader)
+        states.append(loader.state_dict())
+    for state, epoch in zip(states, expected, strict=True):
+        loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=1)
+        loader.load_state_dict(state)
+        assert flat(list(loader)) == flat(epoch)
+
+
+# -- without a seed -------------------------------------------------------------------------------
+
+
+class Inside(Dataset):
+    """A sample that is made by a loader of its own."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        inner = DataLoader(ThreadSafe(), batch_size=None, seed=index)
+        return torch.stack([*inner, torch.rand(())])
+
+
+class ThreadSafe(AtOnce):
+    def __getitem__(self, index):
+        return torch.rand((), generator=torch.thread_safe_generator())
+
+
+@all_workers
+def test_a_loader_inside_a_sample_draws_the_same_bits(workers):
+    expected = flat(epochs(Inside(), {"num_workers": 0}))
+    assert len(set(expected)) > 2 * SIZE
+    assert flat(epochs(Inside(), workers)) == expected
+
+
+def test_without_a_seed_the_calling_thread_draws_from_torchs_generator():
+    torch.manual_seed(3)
+    ours = list(DataLoader(AtOnce(), batch_size=3, shuffle=True))
+    torch.manual_seed(3)
+    theirs = list(torch.utils.data.DataLoader(AtOnce(), batch_size=3, shuffle=True))
+    assert flat(ours) == flat(theirs)
+
+
+def test_sample_rng_follows_torchs_seed_where_nothing_is_known_of_a_sample():
+    torch.manual_seed(3)
+    first = spdl_torch.sample_rng()
+    torch.manual_seed(3)
+    second = spdl_torch.sample_rng()
+    assert first.numpy.random() == second.numpy.random()
+    assert first.random.random() == second.random.random()
+    assert spdl_torch.sample_rng().numpy.random() != first.numpy.random()
+
+
+class WorkerSeed(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.tensor([get_worker_info().seed, int(np.random.randint(1 << 30))])
+
+
+def test_the_seeds_of_worker_processes_are_others_in_every_epoch():
+    workers = {"num_workers": 1, "worker_method": "multiprocessing"}
+    first, second = epochs(WorkerSeed(), workers)
+    assert not set(flat(first)) & set(flat(second))
+    assert flat(epochs(WorkerSeed(), workers)) == flat([first, second])
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32])
+def test_an_index_of_numpys_draws_what_pythons_draws(kind):
+    sampler = [kind(n) for n in range(SIZE)]
+    numpys = flat(epochs(AtOnce(), {"num_workers": 2}, shuffle=None, sampler=sampler))
+    assert numpys == flat(epochs(AtOnce(), {"num_workers": 2}, shuffle=None))
+
+
+@pytest.mark.parametrize("function", [torch.seed, torch.initial_seed])
+def test_torchs_other_seeding_functions_act_on_the_sample_too(function):
+    class Seeding(AtOnce):
+        def __getitem__(self, index):
+            seeds.append(function())
+            return torch.tensor(index)
+
+    seeds = []
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    list(DataLoader(Seeding(), num_workers=2, generator=torch.Generator()))
+    assert len(set(seeds)) == SIZE
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.initial_seed() == 5
+
+
+def test_a_chosen_epoch_counts_after_a_state_was_saved():
+    expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=4)
+    loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
+    loader.state_dict()
+    loader.set_epoch(3)
+    assert flat(list(loader)) == flat(expected[3])
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    first = [next(iterator), next(iterator)]
+    state = loader.state_dict()
+    again = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
+    again.load_state_dict(state)
+    again.set_epoch(1)  # The one it is in, as a loop over epochs does after a restart.
+    assert flat([*first, *again]) == flat(expected[1])
+
+
+def test_the_dataset_that_a_worker_process_sees_is_the_users():
+    (name,) = set(flat(epochs(Shown(), {"num_workers": 1, "worker_method": "multiprocessing"})))
+    assert name == 1
+
+
+class Shown(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.tensor(type(get_worker_info().dataset) is Shown)
+
+
+@pytest.mark.parametrize("seed", [2.5, "7"])
+def test_a_seed_is_an_int(seed):
+    with pytest.raises(TypeError, match="seed must be an int"):
+        DataLoader(AtOnce(), seed=seed)
+
+
+def test_a_seed_and_a_generator_are_one_too_many():
+    with pytest.raises(ValueError, match="Leave out one of them"):
+        DataLoader(AtOnce(), seed=1, generator=torch.Generator())
+
+
+def test_torchs_distributed_sampler_keeps_its_own_seed():
+    sampler = DistributedSampler(range(SIZE), num_replicas=2, rank=0, seed=5)
+    first = flat(epochs(range(SIZE), {"num_workers": 2}, 1, shuffle=None, sampler=sampler))
+    assert first == list(sampler)

@@ -206,7 +206,13 @@ class Workshop:
     def load_worker(self, worker_id: int, place: Place) -> tuple[Callable[[Any], Any] | None, None]:
         dataset = self._enter_at(place, worker_id, self._generators_at(place, LOAD))
         load = self.hooks_of(dataset).load
-        return None if load is None else self.remedies.retried(load, restart_sample), None
+        assert load is not None
+
+        def sleep(seconds: float) -> bool:
+            assert place.record is not None
+            return place.record.signal.pause(seconds)
+
+        return self.remedies.retried(load, restart_sample, sleep), None
 
     def hooks_of(self, dataset: Any) -> Hooks:
         # Of a whole batch one would not know which sample has failed.

@@ -190,9 +190,19 @@ class Remedies:
         )
 
     def retried(
-        self, load: Callable[[Any], Any], before_again: Callable[[], None]
+        self,
+        load: Callable[[Any], Any],
+        before_again: Callable[[], None],
+        sleep: Callable[[float], object] = time.sleep,
     ) -> Callable[[Any], Any]:
-        """A load function that is called again if it raises, after `before_again`."""
+        """A load function that is called again if it raises.
+
+        Args:
+            load: the function.
+            before_again: called before each further attempt.
+            sleep: waits so many seconds; true if nobody wants the sample any more.
+
+        """
         if self._retry is None:
             return load
         retry = self._retry
@@ -202,8 +212,9 @@ class Remedies:
                 try:
                     return load(drawn)
                 except retry.exceptions:
+                    if sleep(pause):
+                        raise
                     self.num_retries = next(self._num_retries)
-                time.sleep(pause)
                 before_again()
             return load(drawn)
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import pickle
+import threading
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -26,7 +27,7 @@ from spdl_torch import (
     TooManyBadSamples,
 )
 
-from .datasets import Sharded, Squares
+from .datasets import PATIENCE_SECONDS, Sharded, Squares
 
 SIZE = 40
 BAD = frozenset({3, 4, 17, 39})
@@ -483,6 +484,33 @@ def test_retries_alone_leave_whole_batches_whole():
         drawn.append([batch.tolist() for batch in loader])
         assert dataset.calls == [[0, 1, 2], [3, 4, 5]]
     assert drawn[0] == drawn[1]
+
+
+class NeverLoaded(Flaky):
+    def __init__(self):
+        super().__init__()
+        self.has_failed = threading.Event()
+
+    def load(self, index):
+        if index == 0:
+            return 0
+        self.has_failed.set()
+        raise self.error
+
+
+class NeverLoadedAsync(NeverLoaded):
+    async def load(self, index):
+        return NeverLoaded.load(self, index)
+
+
+@pytest.mark.parametrize("kind", [NeverLoaded, NeverLoadedAsync])
+def test_a_pause_ends_with_the_loop(kind):
+    """Closing warns if a thread does not end, and a warning fails the test."""
+    dataset = kind()
+    loader = DataLoader(dataset, num_workers=2, on_error=RetryLoad(3, backoff=3600))
+    for _ in loader:
+        assert dataset.has_failed.wait(PATIENCE_SECONDS)
+        break
 
 
 def test_pauses_become_longer():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._record import Record
-from ._sighting import Sighting, stack_lines
+from ._sighting import Sighting, of_batch
 from ._signal import Signal
 from ._stages import BatchStage, Operation, Place, note_origin, pass_on, without_our_frame
 from ._workers import Workers
@@ -120,11 +120,7 @@ class _IterableWorker:
             task.signal.set()
 
     def sightings(self) -> list[Sighting]:
-        if (at := self._at) is None:
-            return []
-        record, since = at
-        lines = stack_lines(self.thread.threads[0])
-        return [Sighting(self._name, record, None, time.monotonic() - since, lines)]
+        return of_batch(self._name, self._at, self.thread.threads[0])
 
     def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:
         stage = self._name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from ._record import Record
 
-__all__ = ["Sighting", "awaited_lines", "stack_lines"]
+__all__ = ["Sighting", "awaited_lines", "of_batch", "stack_lines"]
 
 _OURS: Final = str(Path(__file__).parent)
 _MAX_LINES: Final = 12
@@ -34,6 +35,16 @@ class Sighting:
     @property
     def index(self) -> Any:
         return None if self.slot is None else self.record.indices[self.slot]
+
+
+def of_batch(
+    stage: str, at: tuple[Record, float] | None, thread: threading.Thread
+) -> list[Sighting]:
+    """The one batch that a thread is at, and since when, if it is at one."""
+    if at is None:
+        return []
+    record, since = at
+    return [Sighting(stage, record, None, time.monotonic() - since, stack_lines(thread))]
 
 
 def stack_lines(thread: threading.Thread) -> list[str]:

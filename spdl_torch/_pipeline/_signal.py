@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Final
@@ -22,6 +23,9 @@ class Signal:
     def __init__(self) -> None:
         self._nothing_happened = threading.Lock()
         self._nothing_happened.acquire()
+        self._is_open = threading.Lock()
+        """Held until the epoch is over. Like the other, it is never held while code runs."""
+        self._is_open.acquire()
         self.error: BaseException | None = None
         self.is_closed = False
         """The epoch is over: what its workers still do is for nobody."""
@@ -42,6 +46,18 @@ class Signal:
     def close(self) -> None:
         self.is_closed = True
         self.set()
+        self._end_pauses()
+
+    def pause(self, seconds: float) -> bool:
+        """Let a worker sleep; true, and sooner, if the epoch is over."""
+        if not self._is_open.acquire(timeout=seconds):
+            return False
+        self._end_pauses()  # The next one's too.
+        return True
+
+    def _end_pauses(self) -> None:
+        with contextlib.suppress(RuntimeError):  # Ended already.
+            self._is_open.release()
 
     def wait(self, deadline: float | None) -> bool:
         """Wait until the flag is set, and clear it; false if the deadline passed first."""

@@ -315,12 +315,8 @@ class ThreadStage:
             if self._takes_whole_batch:
                 place.slot = Place.WHOLE
                 num_done, num_settled = self._fill_whole(job, operation)
-            elif self._next_stage is None:
-                num_done, num_settled = self._fill(job, operation, place)
             else:
-                num_done, num_settled = self._fill_and_pass_on(
-                    job, operation, place, self._next_stage
-                )
+                num_done, num_settled = self._fill(job, operation, place)
             if num_settled == 0 or not record.settle(num_settled):
                 return num_done
             if self._collate_stage is not None:
@@ -333,43 +329,14 @@ class ThreadStage:
         return num_done
 
     def _fill(self, job: _Job, operation: Operation, place: Place) -> tuple[int, int]:
+        """Fill slots until there are none left; gives how many, and how many are settled."""
         record = job.record
-        signal = record.signal
-        slots = record.slots
-        inputs = record.indices if self._is_first else slots
-        num_done = slot = 0
-        is_watched = self._is_watched
-        while True:
-            try:
-                for slot in job.unclaimed:
-                    place.slot = slot
-                    if is_watched:
-                        place.since = time.monotonic()
-                    slots[slot] = operation(inputs[slot])
-                    num_done += 1
-                    if signal.is_closed:
-                        break
-                return num_done, num_done
-            except BaseException as error:
-                failure = self._remedied(record, slot, error)
-                if failure is not None:
-                    try:
-                        return num_done, num_done + self._fail(job, slot, failure)
-                    finally:
-                        # The user's frame refers to this one, as long as the error lives.
-                        del slots, inputs, failure
-
-    def _fill_and_pass_on(
-        self, job: _Job, operation: Operation, place: Place, next_stage: SampleStage
-    ) -> tuple[int, int]:
-        record = job.record
-        signal = record.signal
+        signal, next_stage, is_watched = record.signal, self._next_stage, self._is_watched
         slots = record.slots
         inputs = record.indices if self._is_first else slots
         num_done = num_failed = slot = 0
         done: list[int] = []
         passed_on = time.perf_counter()
-        is_watched = self._is_watched
         while True:
             try:
                 for slot in job.unclaimed:
@@ -378,20 +345,24 @@ class ThreadStage:
                         place.since = time.monotonic()
                     slots[slot] = operation(inputs[slot])
                     num_done += 1
-                    done.append(slot)
                     if signal.is_closed:
                         break
-                    now = time.perf_counter()
-                    if now - passed_on > _HAND_OVER_SECONDS:
-                        next_stage.put(record, done)
-                        done, passed_on = [], now
+                    if next_stage is not None:
+                        done.append(slot)
+                        now = time.perf_counter()
+                        if now - passed_on > _HAND_OVER_SECONDS:
+                            next_stage.put(record, done)
+                            done, passed_on = [], now
                 break
             except BaseException as error:
                 failure = self._remedied(record, slot, error)
                 if failure is not None:
                     num_failed = self._fail(job, slot, failure)
+                    # The user's frame refers to this one, as long as the error lives.
                     del slots, inputs, failure
                     break
+        if next_stage is None:
+            return num_done, num_done + num_failed
         if done:
             next_stage.put(record, done)
         return num_done, num_failed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ._record import Record
-from ._sighting import Sighting, stack_lines
+from ._sighting import Sighting, of_batch
 from ._signal import Signal
 from ._stages import Operation, note_origin, without_our_frame
 from ._workers import Workers
@@ -88,11 +88,7 @@ class TransferStage:
             self._take_on(record, tools)
 
     def sightings(self) -> list[Sighting]:
-        if (at := self._at) is None:
-            return []
-        record, since = at
-        lines = stack_lines(self._workers.threads[0])
-        return [Sighting(self._name, record, None, time.monotonic() - since, lines)]
+        return of_batch(self._name, self._at, self._workers.threads[0])
 
     def _next_in_turn(self) -> Record | None:
         record = min(self._waiting, key=_turn, default=None)

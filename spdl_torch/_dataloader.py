@@ -307,6 +307,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         state = self.__dict__ | {"_iterator": None, "_iterators": None, "_progress": None}
         if self._next_progress is not None:
             state["_next_progress"] = self.state_dict()
+        elif self.seed is not None:
+            state["_chosen_epoch"] = self._next_epoch
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -124,6 +124,47 @@ def test_in_an_executor_bad_samples_are_replaced_too():
             assert batches_of(dataset, preprocess_executor=pool)[1] == expected
 
 
+class Unpicklable(Exception):  # noqa: N818
+    """Can be pickled, but not read again: its class wants an argument more."""
+
+    def __init__(self, index, why):
+        super().__init__(f"{index}: {why}")
+
+
+class DamagedText(Damaged):
+    def __getitem__(self, index):
+        if index in {3, 4}:
+            json.loads("{")  # Its error forgets what was noted on it when it is pickled.
+        if index in {17, 39}:
+            raise Unpicklable(index, "damaged")
+        return super().__getitem__(index)
+
+
+def test_in_an_executor_it_does_not_matter_whether_an_exception_can_be_pickled():
+    with ProcessPoolExecutor(2) as pool:
+        _, expected = batches_of(DamagedText(), num_workers=0)
+        loader, batches = batches_of(DamagedText(), preprocess_executor=pool)
+        assert batches == expected
+        assert {bad.index for bad in loader.bad_samples} == BAD
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_by_its_text():
+    with (
+        ProcessPoolExecutor(1) as pool,
+        DataLoader(
+            DamagedText(), sampler=[17, 3, 5], num_workers=1, preprocess_executor=pool
+        ) as loader,
+    ):
+        iterator = iter(loader)
+        with pytest.raises(RuntimeError, match=r"Unpicklable: 17: damaged") as caught:
+            next(iterator)
+        assert "in __getitem__" in str(caught.value.__cause__)
+        with pytest.raises(json.JSONDecodeError) as caught:
+            next(iterator)
+        assert caught.value.doc == "{"
+        assert int(next(iterator)[0, 0]) == 5  # The pool is whole.
+
+
 @ALL_WORKERS
 def test_a_replacement_that_is_bad_is_replaced_in_turn(num_workers):
     _, batches = batches_of(Damaged(8, {0, 1, 2}), num_workers=num_workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -63,6 +64,20 @@ def flat(batches):
     if isinstance(batches, torch.Tensor):
         return batches.flatten().tolist()
     return [number for batch in batches for number in flat(batch)]
+
+
+@pytest.mark.parametrize("num_batches", [0, 2, 4])
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy])
+def test_a_copy_goes_on_with_the_next_epoch(clone, num_batches):
+    arguments = {"batch_size": 3, "seed": 7, "shuffle": True, "num_workers": 2}
+    expected = epochs(range(SIZE), {"num_workers": 2}, 4)
+    loader = DataLoader(range(SIZE), **arguments)
+    list(loader)
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    next_epoch = 1 if num_batches == 0 else 2
+    assert flat(list(clone(loader))) == flat(expected[next_epoch])
 
 
 # -- what is drawn --------------------------------------------------------------------------------

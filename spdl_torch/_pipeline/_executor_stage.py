@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
 import threading
 import time
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +43,41 @@ class _Filled(NamedTuple):
 
     samples: Any
     seconds: float
+
+
+@dataclass
+class _Failed:
+    """What it gives back if the hook raised.
+
+    It is given back and not raised, because what a process raises must survive a pickle, and many
+    an exception does not: it loses what was noted on it, or breaks the executor's pool.
+    """
+
+    offset: int
+    """Of the sample, among those it was given."""
+    error: Exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = "".join(traceback.format_exception(self.error))
+        try:
+            pickled = pickle.dumps(self.error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = pickle.dumps(
+                RuntimeError(f"{type(self.error).__name__}: {self.error} (it cannot be pickled)")
+            )
+        return _failed_remotely, (self.offset, pickled, text)
+
+
+def _failed_remotely(offset: int, pickled_error: bytes, text: str) -> _Failed:
+    error = pickle.loads(pickled_error)
+    # The frames stay behind; concurrent.futures gives their text in this way too.
+    error.__cause__ = _InAnotherProcess(f'\n"""\n{text}"""')
+    return _Failed(offset, error)
+
+
+class _InAnotherProcess(Exception):  # noqa: N818 (never raised)
+    """Where in another process's code an exception came from."""
 
 
 class _Futures(set[Future[Any]]):
@@ -195,7 +231,10 @@ class ExecutorStage:
         if error is not None:
             self._fail(task, error)
             return
-        filled: _Filled | None = future.result()
+        filled: _Filled | _Failed | None = future.result()
+        if isinstance(filled, _Failed):
+            self._fail(task, filled.error, filled.offset)
+            return
         if filled is None:
             with self._lock:
                 if self._carrier_is_under_way:
@@ -213,14 +252,11 @@ class ExecutorStage:
         if record.settle(len(slots)):
             self._collate_stage.collate(record)
 
-    def _fail(self, task: _Task, error: BaseException) -> None:
+    def _fail(self, task: _Task, error: BaseException, offset: int | None = None) -> None:
+        """Without an offset it is not a sample but the executor that has failed."""
         record, slots = task
-        offset = getattr(error, _OFFSET, None)
         slot = None if self._takes_whole_batch else slots[offset or 0]
-        # Without an offset it is the executor that has failed.
-        is_samples = offset is not None and slot is not None and isinstance(error, Exception)
-        if self._remedy is not None and is_samples:
-            assert slot is not None
+        if self._remedy is not None and offset is not None and slot is not None:
             failure = self._remedy(record, slot, self._name, error)
             if failure is None:
                 others = [other for other in slots if other != slot]
@@ -244,13 +280,9 @@ class ExecutorStage:
                 self._submit(task, carries_hook=False)
 
 
-_OFFSET: Final = "_spdl_torch_offset"
-"""On an exception from an executor's worker: at which of its samples it was raised."""
-
-
 def _run_hook(
     digest: bytes, pickled_hook: bytes | None, inputs: Any, takes_whole_batch: bool
-) -> _Filled | None:
+) -> _Filled | _Failed | None:
     """Runs in the executor's worker. None: send me the hook."""
     hook = _hooks.get(digest)
     if hook is None:
@@ -260,14 +292,13 @@ def _run_hook(
         while len(_hooks) > _MAX_HOOKS_KEPT:
             _hooks.popitem(last=False)
     started = time.perf_counter()
-    if takes_whole_batch:
-        return _Filled(hook(inputs), time.perf_counter() - started)
-    samples: list[Any] = []
+    samples: Any = []
     try:
-        for sample in inputs:
-            samples.append(hook(sample))  # noqa: PERF401 (an error must not take the count with it)
-    except BaseException as error:
-        with contextlib.suppress(Exception):  # An exception may refuse to be changed.
-            setattr(error, _OFFSET, len(samples))
-        raise
+        if takes_whole_batch:
+            samples = hook(inputs)
+        else:
+            for sample in inputs:
+                samples.append(hook(sample))
+    except Exception as error:
+        return _Failed(len(samples), error)
     return _Filled(samples, time.perf_counter() - started)

@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._errors import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSamples
+from ._profiling import CachedLoader, Profile
 from ._randomness import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
+from ._stats import LoaderStats, LoopStats, StageStats
 from ._transfer import transfer
+from ._verdict import Verdict
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -15,15 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadSample",
+    "CachedLoader",
     "DataLoader",
     "DistributedDeterministicSampler",
     "DistributedRandomSampler",
     "ImageError",
     "ImageLoader",
+    "LoaderStats",
+    "LoopStats",
+    "Profile",
     "ReplaceBadSamples",
     "RetryLoad",
+    "StageStats",
     "StagedDataset",
     "TooManyBadSamples",
+    "Verdict",
     "__version__",
     "sample_rng",
     "transfer",

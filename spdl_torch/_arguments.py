@@ -57,6 +57,12 @@ def check_arguments(
         )
     for name in ("num_io_workers", "num_cpu_workers", "buffer_size"):
         _check_count(name, getattr(loader, name))
+    interval = loader.stats_interval
+    if interval is not None and not (isinstance(interval, int | float) and interval > 0):
+        raise ValueError(
+            f"stats_interval must be a number of seconds above 0, got {interval!r}. "
+            "Leave it out for no reports."
+        )
     if loader.seed is not None and not hasattr(loader.seed, "__index__"):
         raise TypeError(f"seed must be an int, got {loader.seed!r}. Leave it out for none.")
     if loader.seed is not None and generator is not None:

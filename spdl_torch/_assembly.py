@@ -7,6 +7,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -26,6 +27,7 @@ from ._collate import default_collate
 from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._errors import Remedies, substitutes
+from ._marks import Marked, MarkedPlace, marked, profiler_runs
 from ._pipeline import (
     AsyncStage,
     ExecutorStage,
@@ -163,12 +165,15 @@ class Workshop:
                 of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
 
-    def _enter_at(self, place: Place, worker_id: int, generators: SampleGenerators) -> Any:
-        """Make the calling thread a worker whose samples draw from these generators."""
+    def _enter_at(
+        self, place: Place, stage: str, worker_id: int, generators: SampleGenerators
+    ) -> Any:
+        """Make the calling thread a worker of a stage, whose samples draw from these generators."""
         dataset = self.enter(worker_id, CurrentGenerators(generators))
         # Neither of those draws anything.
         if type(dataset) is not TensorDataset or self.collate_fn is not default_collate:
             place.surroundings = RandomnessOfSamples(generators)
+        place.surroundings = MarkedPlace(stage, place)
         return dataset
 
     def _generators_at(self, place: Place, stage: int) -> SampleGenerators:
@@ -204,7 +209,8 @@ class Workshop:
         return SampleGenerators(lambda: (count.epoch, count.number), key)
 
     def load_worker(self, worker_id: int, place: Place) -> tuple[Callable[[Any], Any] | None, None]:
-        dataset = self._enter_at(place, worker_id, self._generators_at(place, LOAD))
+        generators = self._generators_at(place, LOAD)
+        dataset = self._enter_at(place, "load", worker_id, generators)
         load = self.hooks_of(dataset).load
         assert load is not None
 
@@ -226,9 +232,10 @@ class Workshop:
         again = self.remedies.retried_async(load, restart_sample)
         return again, self._randomness_of_task, DrawsOfSamples()
 
-    def _randomness_of_task(self, record: Record, slot: int) -> CurrentlyOf:
+    def _randomness_of_task(self, record: Record, slot: int) -> AbstractContextManager[Any]:
         key = partial(self._key, record, slot, LOAD)
-        return CurrentlyOf(SampleGenerators(lambda: True, key))
+        randomness = CurrentlyOf(SampleGenerators(lambda: True, key))
+        return Marked("load", randomness) if profiler_runs() else randomness
 
     def label(self, record: Record, slot: int, value: Any) -> Keyed:
         """What an executor is given to preprocess."""
@@ -241,7 +248,8 @@ class Workshop:
     def preprocess_worker(
         self, worker_id: int, place: Place
     ) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-        dataset = self._enter_at(place, worker_id, self._generators_at(place, PREPROCESS))
+        generators = self._generators_at(place, PREPROCESS)
+        dataset = self._enter_at(place, "preprocess", worker_id, generators)
         collate = self._collate_of(dataset)
         if not self.batched:
             collate = partial(_of_only_sample, collate)
@@ -252,7 +260,7 @@ class Workshop:
     ) -> tuple[Callable[[], Callable[[Any], Any]], Callable[[Any], Any]]:
         count = SampleCount()
         generators = self._generators_of_count(count, worker_id)
-        dataset = self._enter_at(place, worker_id, generators)
+        dataset = self._enter_at(place, "iterate", worker_id, generators)
         return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
     def _open_iterable(
@@ -292,7 +300,7 @@ class Workshop:
         torch.set_num_threads(1)
         torch.get_num_threads()
         self.transfer.enter()
-        return self.transfer.send
+        return marked("transfer", self.transfer.send)
 
     def first_worker(self) -> int:
         return self._iterable_progress.next_worker
@@ -365,8 +373,9 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
     remedy = _Replacement(workshop) if workshop.remedies.replaces else None
     num_cpu_workers = loader.num_cpu_workers or loader.num_workers
     cpu_ids = range(num_cpu_workers)
+    takes_executor = loader.preprocess_executor is not None and hooks.preprocess is not None
     preprocess = ThreadStage(
-        "preprocess",
+        "collate" if takes_executor or hooks.preprocess is None else "preprocess",
         cpu_ids,
         workshop.preprocess_worker,
         is_first=hooks.load is None,
@@ -377,7 +386,7 @@ def assemble(loader: DataLoader[Any], workshop: Workshop, dataset_kind: int) -> 
     )
     stages: list[Any] = [preprocess]
     workshop.num_workers = num_cpu_workers
-    if loader.preprocess_executor is not None and hooks.preprocess is not None:
+    if takes_executor:
         stages.insert(0, _executor_stage(loader, workshop, hooks, preprocess, remedy))
     if hooks.load is None:
         if remedy is not None:

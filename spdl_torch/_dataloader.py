@@ -19,7 +19,10 @@ from ._dataset import collate_of
 from ._errors import BadSample, Remedies, ReplaceBadSamples, RetryLoad
 from ._event_loop import EventLoop
 from ._iterators import CallerIterator, ProcessIterator, ThreadIterator
+from ._pipeline import Measurement
+from ._profiling import Profile
 from ._progress import Progress, progress_of, restored_progress
+from ._stats import LoaderStats, stats_of
 from ._transfer import device_of
 
 __all__ = ["DataLoader"]
@@ -54,6 +57,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             device of the thread that makes the loader. Nothing is copied for ``"cpu"``.
         snapshot_every_n_steps: has no effect, and is here for those who come from torchdata's
             `StatefulDataLoader`: `state_dict` is exact after every batch.
+        stats_interval: log a line about the running epoch every so many seconds, to the logger
+            ``"spdl_torch"`` at level INFO. Default: never.
 
     """
 
@@ -87,6 +92,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         on_error: Literal["raise"] | Policy | Sequence[Policy] = "raise",
         device: torch.device | str | None = None,
         snapshot_every_n_steps: int | None = 1,
+        stats_interval: float | None = None,
     ) -> None:
         self.worker_method = worker_method
         self.num_io_workers = num_io_workers
@@ -99,6 +105,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.device = device
         self._device = _device_other_than_cpu(device)
         self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.stats_interval = stats_interval
         self._event_loop = EventLoop()
         self._iterators: weakref.WeakSet[CallerIterator | ThreadIterator] = weakref.WeakSet()
         self._is_closed = False
@@ -106,6 +113,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """Of the last iterator that was made."""
         self._next_progress: Progress | None = None
         """Of the next one, if it was loaded or has been saved already."""
+        self._measurement = Measurement(worker_method)
+        """Of the last iterator that was made."""
         self._chosen_epoch: int | None = None
         """By `set_epoch`, until an iterator has taken it."""
         check_arguments(self, dataset, num_workers, prefetch_factor, generator)
@@ -239,6 +248,37 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """How many times `RetryLoad` has called `load` again."""
         return self._remedies.num_retries
 
+    def stats(self) -> LoaderStats:
+        """What was measured in the last epoch, or so far in the one that runs. Any thread may ask.
+
+        `print(loader.stats().verdict)` says what bounds the loop and what to change.
+        """
+        return stats_of(self._measurement, self._remedies)
+
+    def profile(
+        self,
+        num_batches: int = 50,
+        *,
+        step: Callable[[Any], Any] | None = None,
+        sweep: bool = True,
+    ) -> Profile:
+        """Run some batches, and each stage by itself, and say where the time goes.
+
+        A loader like this one does it: this one, its sampler and the process-wide generators are
+        left where they are. It takes a few seconds more than the batches.
+
+        Args:
+            num_batches: how many batches.
+            step: what the training loop does with a batch. With it the profile says what bounds the
+                loop, and how fast it would be if loading took no time; without, what bounds the
+                loader.
+            sweep: measure each stage by itself with 1, 2, 4, … workers.
+
+        """
+        from ._profiling._run import make_profile  # noqa: PLC0415 (it imports this file)
+
+        return make_profile(self, num_batches, step, sweep=sweep)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the sampler, if it has epochs, and what a `seed` makes of it.
 
@@ -304,7 +344,12 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads do not travel; the copy starts its own.
-        state = self.__dict__ | {"_iterator": None, "_iterators": None, "_progress": None}
+        state = self.__dict__ | {
+            "_iterator": None,
+            "_iterators": None,
+            "_measurement": None,
+            "_progress": None,
+        }
         if self._next_progress is not None:
             state["_next_progress"] = self.state_dict()
         elif self.seed is not None:
@@ -312,7 +357,12 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_iterators": weakref.WeakSet(), "_next_progress": None})
+        own = {
+            "_iterators": weakref.WeakSet(),
+            "_measurement": Measurement(state["worker_method"]),
+            "_next_progress": None,
+        }
+        self.__dict__.update(state | own)
         if state["_next_progress"] is not None:
             self._next_progress = restored_progress(self, state["_next_progress"])
 

@@ -30,7 +30,8 @@ from ._assembly import (
     one_walk_at_a_time,
 )
 from ._errors import path_of
-from ._pipeline import NotInTime, Pipeline, Sighting
+from ._pipeline import Measurement, NotInTime, Pipeline, Sighting
+from ._profiling import StatsLog
 from ._progress import IterableProgress, MapProgress, Progress
 from ._randomness import (
     KeyedIterable,
@@ -41,6 +42,7 @@ from ._randomness import (
     show_dataset,
 )
 from ._samples import keyed_collate, keyed_dataset, keyed_draws
+from ._stats import num_bytes_of, stats_of
 from ._transfer import Transfer, transfer
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ class CallerIterator(_Iterator):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._num_drawn = 0
         self._is_closed = False
+        self._measurement = loader._measurement = Measurement("caller")
+        self._stats_log = _stats_log(loader)
         self._randomness: Any = _nothing
         if isinstance(progress, IterableProgress):
             progress.warn_of_skipping()
@@ -179,6 +183,18 @@ class CallerIterator(_Iterator):
     def _next_data(self) -> Any:
         if self._is_closed:
             raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+        self._measurement.consumer.ask()
+        try:
+            batch = self._make_batch_for_device()
+        except BaseException:
+            self._measurement.consumer.get()
+            raise
+        self._measurement.consumer.get_batch(num_bytes_of(batch))
+        if self._stats_log is not None:
+            self._stats_log.at_batch()
+        return batch
+
+    def _make_batch_for_device(self) -> Any:
         with generators_left_as_they_were(), self._randomness:
             batch = self._make_batch()
         if self._transfer is not None:
@@ -193,6 +209,7 @@ class CallerIterator(_Iterator):
                 samples = self._reader.draw(drawn)
         except StopIteration:
             self._progress.is_over = True
+            self._measurement.end()
             raise
         except Exception:
             if self._dataset_kind == _DatasetKind.Iterable:
@@ -227,6 +244,8 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
         self._progress = progress
         self._device = loader._device
         self._is_keyed = self._is_seeded = _is_seeded(loader)
+        self._measurement = loader._measurement = _measurement_of_processes(loader)
+        self._stats_log = _stats_log(loader)
         progress.restore_dataset(loader.dataset, has_begun=True)
         super().__init__(loader)
         self._num_delivered = 0
@@ -254,20 +273,27 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
 
     def __next__(self) -> Any:
         num_received = self._rcvd_idx
+        self._measurement.consumer.ask()
         try:
             batch = super().__next__()
         except StopIteration:
             self._progress.is_over = True
+            self._measurement.consumer.get()
+            self._measurement.end()
             raise
         except Exception:
+            self._measurement.consumer.get()
             if self._rcvd_idx > num_received:  # Or else it was waited for in vain.
                 self._deliver()
             raise
         self._deliver()
-        if self._device is None:
-            return batch
-        with _NoStopIteration():
-            return transfer(batch, self._device)
+        if self._device is not None:
+            with _NoStopIteration():
+                batch = transfer(batch, self._device)
+        self._measurement.consumer.get_batch(num_bytes_of(batch))
+        if self._stats_log is not None:
+            self._stats_log.at_batch()
+        return batch
 
     def _deliver(self) -> None:
         self._progress.deliver(self._num_delivered)
@@ -277,6 +303,8 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
         if not first_iter:
             self._progress = loader._begin_progress()
             self._num_delivered = 0
+            self._measurement = loader._measurement = _measurement_of_processes(loader)
+            self._stats_log = _stats_log(loader)
         super()._reset(loader, first_iter)
         self._progress.has_drawn = True  # The processes are at work already.
 
@@ -306,7 +334,7 @@ class ThreadIterator(_Iterator):
             # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
             with one_walk_at_a_time(self._dataset):
                 super()._reset(loader, first_iter=True)
-        self._epoch = self._begin()
+        self._epoch = self._begin(loader)
 
     def __next__(self) -> Any:
         epoch = self._epoch
@@ -336,11 +364,12 @@ class ThreadIterator(_Iterator):
         with one_walk_at_a_time(self._dataset):
             super()._reset(loader, first_iter)
         self._workshop.shared_seed = self._shared_seed
-        self._epoch = self._begin()
+        self._epoch = self._begin(loader)
 
-    def _begin(self) -> _Epoch:
+    def _begin(self, loader: DataLoader[Any]) -> _Epoch:
         self._workshop.progress = self._progress
         self._pipeline.begin(self._sampler_iter)
+        loader._measurement = self._pipeline.measurement
         is_iterable = self._dataset_kind == _DatasetKind.Iterable
         return _Epoch(
             self._pipeline,
@@ -352,6 +381,7 @@ class ThreadIterator(_Iterator):
             dataset=self._dataset,
             length=self._IterableDataset_len_called if is_iterable else None,
             has_init_fn=self._workshop.worker_init_fn is not None,
+            stats_log=_stats_log(loader),
         )
 
 
@@ -370,6 +400,7 @@ class _Epoch:
     length: int | None
     """The length that an iterable dataset was said to have."""
     has_init_fn: bool
+    stats_log: StatsLog | None
     num_yielded: int = 0
     iterator: ThreadIterator | None = None
     """Kept alive while it is asked for a batch."""
@@ -404,6 +435,7 @@ class _Epoch:
                 ) from None
         if record is None:
             self.progress.is_over = True
+            self.pipeline.measurement.end()
             if self.is_last:
                 self.pipeline.close()
             raise StopIteration
@@ -423,7 +455,12 @@ class _Epoch:
                 stacklevel=3,
             )
         batch = record.take()
-        return batch if self.transfer is None else self.transfer.receive(batch)
+        if self.transfer is not None:
+            batch = self.transfer.receive(batch)
+        self.pipeline.measurement.consumer.num_bytes += num_bytes_of(batch)
+        if self.stats_log is not None:
+            self.stats_log.at_batch()
+        return batch
 
 
 def _in_flight(sightings: list[Sighting], dataset: Any) -> str:
@@ -442,6 +479,18 @@ def _in_flight(sightings: list[Sighting], dataset: Any) -> str:
     if len(sightings) > _NUM_SIGHTINGS:
         lines.append(f"  … {len(sightings)} in all")
     return "\nIn flight, the oldest first:\n" + "\n".join(lines) if lines else ""
+
+
+def _stats_log(loader: DataLoader[Any]) -> StatsLog | None:
+    """For the epoch that begins. It must not refer to the loader, which may refer to it."""
+    if loader.stats_interval is None:
+        return None
+    return StatsLog(loader.stats_interval, partial(stats_of, loader._measurement, loader._remedies))
+
+
+def _measurement_of_processes(loader: DataLoader[Any]) -> Measurement:
+    assert loader.prefetch_factor is not None
+    return Measurement("multiprocessing", window=loader.prefetch_factor * loader.num_workers)
 
 
 def _is_seeded(loader: DataLoader[Any]) -> bool:

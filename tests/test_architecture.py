@@ -18,14 +18,18 @@ from .datasets import Sharded, Squares
 PACKAGE = Path(spdl_torch.__file__).parent
 
 MAY_IMPORT = {
+    "__main__": {"_cli"},
     "__init__": {
         "_dataloader",
         "_dataset",
         "_errors",
         "_image",
+        "_profiling",
         "_randomness",
         "_sampler",
+        "_stats",
         "_transfer",
+        "_verdict",
         "_version",
     },
     "_dataloader": {
@@ -34,7 +38,11 @@ MAY_IMPORT = {
         "_errors",
         "_event_loop",
         "_iterators",
+        "_pipeline",
+        "_profiling",
+        "_profiling._run",
         "_progress",
+        "_stats",
         "_transfer",
     },
     "_iterators": {
@@ -42,9 +50,11 @@ MAY_IMPORT = {
         "_dataloader",  # for its type alone
         "_errors",
         "_pipeline",
+        "_profiling",
         "_progress",
         "_randomness",
         "_samples",
+        "_stats",
         "_transfer",
     },
     "_assembly": {
@@ -53,6 +63,7 @@ MAY_IMPORT = {
         "_dataset",
         "_dataset_copy",
         "_errors",
+        "_marks",
         "_pipeline",
         "_progress",
         "_randomness",
@@ -61,8 +72,11 @@ MAY_IMPORT = {
     },
     "_arguments": {"_dataloader", "_dataset", "_errors"},  # The first for its type alone.
     "_dataset": {"_event_loop"},
+    "_marks": {"_pipeline"},
     "_samples": {"_dataset", "_errors", "_pipeline", "_progress", "_randomness"},
     "_sampler": {"_permutation", "_ranges"},
+    "_stats": {"_errors", "_pipeline", "_verdict"},
+    "_verdict": {"_stats"},  # for its type alone
 }
 """Imports go down. An operation never imports its neighbour."""
 

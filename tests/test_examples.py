@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 EXPECTED = {
+    "find_the_bottleneck.py": r"io-bound: .* \(now 8\)\.\n.*\ntraining-bound: ",
     "image_folder.py": r"\(8, 3, 224, 224\) torch.uint8 .*\n200 images",
     "replace_torch_loader.py": r"epoch 2: (9\d\.\d|100\.0)% correct",
     "resume_training.py": r"epoch 2 ended after step 189, world size 1\nrank 0 .* [0-9a-f]{8}\n",

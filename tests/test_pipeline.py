@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from spdl_torch._pipeline import NotInTime, Pipeline, Record, ThreadStage
+from spdl_torch._pipeline._meter import ConsumerMeter
 from spdl_torch._pipeline._signal import Signal
 from spdl_torch._pipeline._window import Window
 
@@ -308,7 +309,13 @@ def test_without_order_the_batches_of_one_worker_are_not_swapped(finished_by):
     """Batches 0 and 1 are of one worker, which finishes them one after the other."""
     stage = Watched(finished_by)
     window = Window(
-        iter([[0], [1], [2]]), stage, Signal(), capacity=3, in_order=False, batched=True
+        iter([[0], [1], [2]]),
+        stage,
+        Signal(),
+        ConsumerMeter(),
+        capacity=3,
+        in_order=False,
+        batched=True,
     )
     delivered = []
     while (record := window.next(PATIENCE_SECONDS)) is not None:
@@ -352,6 +359,12 @@ class Exhausted:
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_that_there_is_nothing_for_is_not_delivered(in_order):
     window = Window(
-        iter([[0], [1]]), Exhausted(), Signal(), capacity=2, in_order=in_order, batched=True
+        iter([[0], [1]]),
+        Exhausted(),
+        Signal(),
+        ConsumerMeter(),
+        capacity=2,
+        in_order=in_order,
+        batched=True,
     )
     assert window.next(PATIENCE_SECONDS) is None

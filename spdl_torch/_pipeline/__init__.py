@@ -15,12 +15,16 @@ What makes this right, in one place:
 * An exception belongs to its record. It never ends a worker, and the next record is not harmed.
 * A record knows its epoch (through its signal). An abandoned epoch's leftovers are passed over, so
   nothing of it reaches the next.
+* Every thread measures itself, in a meter that it alone writes and that refers to nothing of the
+  user's.
 * Closing takes no lock and blocks on nothing but the join, so a finaliser may close from anywhere.
 """
 
 from ._async_stage import AsyncStage
 from ._executor_stage import ExecutorStage
 from ._iterable_stage import IterableStage
+from ._measurement import Measurement
+from ._meter import Lap, Reading, upper_seconds
 from ._pipeline import Pipeline
 from ._record import Record
 from ._sighting import Sighting
@@ -33,9 +37,12 @@ __all__ = [
     "AsyncStage",
     "ExecutorStage",
     "IterableStage",
+    "Lap",
+    "Measurement",
     "NotInTime",
     "Pipeline",
     "Place",
+    "Reading",
     "Record",
     "Remedy",
     "SampleStage",
@@ -43,4 +50,5 @@ __all__ = [
     "ThreadStage",
     "TransferStage",
     "check_count",
+    "upper_seconds",
 ]

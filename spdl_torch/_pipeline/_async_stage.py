@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from .._event_loop import EventLoop
+from ._meter import FlightMeter, Meter
 from ._record import Record
 from ._sighting import Sighting, awaited_lines
 from ._signal import Signal
@@ -64,7 +65,9 @@ class AsyncStage:
         self._around: Around | None = None
         self._at: dict[asyncio.Task[Any], tuple[Record, int | None, float]] = {}
         """What each task is at, and since when."""
-        self._thread = _LoopThread(name, worker_id, width, self, event_loop)
+        self._meter = FlightMeter(name, width)
+        self.meters: list[Meter] = [self._meter]
+        self._thread = _LoopThread(name, worker_id, width, self, event_loop, self._meter)
         self.workers = [self._thread]
 
     def open(self, records: list[Record]) -> int:
@@ -88,6 +91,7 @@ class AsyncStage:
 
     def set_up_worker(self, worker_id: int) -> AbstractContextManager[Any]:
         self._operation, self._around, surroundings = self._set_up(worker_id)
+        self._meter.start()
         return surroundings
 
     def sightings(self) -> list[Sighting]:
@@ -100,11 +104,16 @@ class AsyncStage:
     async def fill(self, record: Record, slot: int) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._at[task] = record, None if self._takes_whole_batch else slot, time.monotonic()
+        since = self._meter.begin()
+        whole = self._takes_whole_batch
+        self._at[task] = record, None if whole else slot, since
         try:
             await self._fill(record, slot)
         finally:
             del self._at[task]
+            num_samples = len(record.indices) if whole else 1
+            index = None if whole else record.indices[slot]
+            self._meter.end(num_samples, since, record.number, index)
 
     async def _fill(self, record: Record, slot: int) -> None:
         assert self._operation is not None
@@ -138,12 +147,19 @@ class _LoopThread:
     """The thread that runs the event loop; like `Workers`, it refers to its stage only weakly."""
 
     def __init__(
-        self, name: str, worker_id: int, width: int, stage: AsyncStage, event_loop: EventLoop
+        self,
+        name: str,
+        worker_id: int,
+        width: int,
+        stage: AsyncStage,
+        event_loop: EventLoop,
+        meter: FlightMeter,
     ) -> None:
         self._worker_id = worker_id
         self._width = width
         self._stage_ref = weakref.ref(stage)
         self._event_loop = event_loop
+        self._meter = meter
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.Queue[tuple[Record, int]] = asyncio.Queue()
         self._main_task: asyncio.Task[None] | None = None
@@ -166,6 +182,9 @@ class _LoopThread:
     def wait_until_set_up(self) -> None:
         if (error := self._reports.get()) is not None:
             raise error
+
+    def is_at_work(self) -> bool:
+        return self._meter.num_in_flight > 0
 
     def abandon(self) -> None:
         pass  # Samples in flight arrive and are thrown away; the waiting ones are passed over.

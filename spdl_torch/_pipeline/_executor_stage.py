@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from ._meter import FutureMeter, Meter
 from ._record import Record
 from ._sighting import Sighting
 from ._stages import (
     CollateStage,
+    Feeder,
     GroupSize,
     Operation,
     Place,
@@ -43,6 +45,7 @@ class _Filled(NamedTuple):
 
     samples: Any
     seconds: float
+    cpu_seconds: float
 
 
 @dataclass
@@ -86,6 +89,9 @@ class _Futures(set[Future[Any]]):
     @property
     def threads(self) -> list[threading.Thread]:
         return []
+
+    def is_at_work(self) -> bool:
+        return bool(self)
 
     def start(self, seconds_apart: float) -> None:
         pass
@@ -144,6 +150,9 @@ class ExecutorStage:
         self._futures = _Futures()
         self._submitted: dict[Future[Any], tuple[_Task, float]] = {}
         self.workers = [self._futures]
+        self._meter = FutureMeter(name, getattr(executor, "_max_workers", None))
+        self.meters: list[Meter] = [self._meter]
+        self.feeders: Sequence[Feeder] = ()
 
     # -- how work enters -----------------------------------------------------------------------
 
@@ -207,6 +216,7 @@ class ExecutorStage:
             return
         self._futures.add(future)
         self._submitted[future] = task, time.monotonic()
+        self._meter.begin(len(slots))
         future.add_done_callback(partial(self._on_done, task, carries_hook))
 
     # -- what happens when the executor answers; runs in one of its threads ----------------------
@@ -214,6 +224,7 @@ class ExecutorStage:
     def _on_done(self, task: _Task, carried_hook: bool, future: Future[Any]) -> None:
         self._futures.discard(future)
         self._submitted.pop(future, None)
+        self._meter.end(len(task.slots))
         if not task.record.is_abandoned:
             try:
                 self._settle(task, future)
@@ -243,6 +254,7 @@ class ExecutorStage:
                 self._carrier_is_under_way = True
             self._submit(task, carries_hook=True)
             return
+        self._meter.add(len(slots), filled.seconds, filled.cpu_seconds, record.number)
         if self._takes_whole_batch:
             record.slots = filled.samples
         else:
@@ -291,7 +303,7 @@ def _run_hook(
         hook = _hooks[digest] = pickle.loads(pickled_hook)
         while len(_hooks) > _MAX_HOOKS_KEPT:
             _hooks.popitem(last=False)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.thread_time()
     samples: Any = []
     try:
         if takes_whole_batch:
@@ -301,4 +313,4 @@ def _run_hook(
                 samples.append(hook(sample))
     except Exception as error:
         return _Failed(len(samples), error)
-    return _Filled(samples, time.perf_counter() - started)
+    return _Filled(samples, time.perf_counter() - started, time.thread_time() - cpu_started)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ._meter import CollateMeter, Meter, StageMeter, WorkerMeter
 from ._record import Record
 from ._sighting import Sighting, of_batch
 from ._signal import Signal
@@ -26,7 +27,7 @@ SetUpIterable = Callable[[int, Place], tuple[OpenEpoch, Operation]]
 """Runs in the worker's thread; gives the worker its iterator and its collate function."""
 
 
-_Tools = tuple[OpenEpoch, Operation, Place]
+_Tools = tuple[OpenEpoch, Operation, WorkerMeter, Place]
 
 
 class IterableStage:
@@ -51,6 +52,8 @@ class IterableStage:
             _IterableWorker(name, worker_id, set_up, transfer_stage) for worker_id in range(width)
         ]
         self.workers = [iterable.thread for iterable in self._iterables]
+        meters = [iterable.meter for iterable in self._iterables]
+        self.meters: list[Meter] = [StageMeter(name, meters), CollateMeter(meters)]
         self._signal: Signal | None = None
         self._rotation: deque[_IterableWorker] = deque()
 
@@ -96,12 +99,15 @@ class _IterableWorker:
         """The epoch in which this worker has nothing left, known by its signal."""
         self._at: tuple[Record, float] | None = None
         """The batch it is at, and since when."""
+        self.meter = WorkerMeter(f"{name}-{worker_id}")
         self.tools: dict[int, _Tools] = {}
         self.thread = Workers(name, [worker_id], self)
 
     def set_up_worker(self, worker_id: int) -> _Tools:
         place = Place()
-        return *self._set_up(worker_id, place), place
+        operations = self._set_up(worker_id, place)
+        self.meter.start()
+        return *operations, self.meter, place
 
     def dismiss_worker(self, worker_id: int) -> None:
         self._draw = None
@@ -111,18 +117,21 @@ class _IterableWorker:
 
     def work(self, task: Record, tools: _Tools) -> None:
         if not task.is_abandoned:
-            open_epoch, collate, place = tools
-            self._at = task, time.monotonic()
+            open_epoch, collate, meter, place = tools
+            self._at = task, meter.begin()
             with place.surroundings:
-                batch = self._make_batch(task, open_epoch, collate)
+                batch = self._make_batch(task, open_epoch, collate, place)
             self._at = None
+            meter.end(is_starved=False)
             pass_on(task, batch, self._transfer_stage)
             task.signal.set()
 
     def sightings(self) -> list[Sighting]:
         return of_batch(self._name, self._at, self.thread.threads[0])
 
-    def _make_batch(self, record: Record, open_epoch: OpenEpoch, collate: Operation) -> Any:
+    def _make_batch(
+        self, record: Record, open_epoch: OpenEpoch, collate: Operation, place: Place
+    ) -> Any:
         stage = self._name
         try:
             if record.signal is not self._signal:
@@ -130,8 +139,15 @@ class _IterableWorker:
                 self._draw = open_epoch()
             samples = self._draw_samples(record)
             if not record.is_exhausted:
+                num_samples = len(samples) if isinstance(samples, list) else 1
+                self.meter.lap(stage, record.number, num_samples)
                 stage = "collate"
-                return collate(samples)
+                self.meter.begin_batch(0)
+                try:
+                    with place.around_batch or contextlib.nullcontext():
+                        return collate(samples)
+                finally:
+                    self.meter.end_batch(stage, record.number)
         except BaseException as error:
             note_origin(error, stage, record, None)
             record.fail(0, without_our_frame(error))

@@ -11,11 +11,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from itertools import pairwise
+from typing import Any, Final, Protocol, cast
 
+from ._measurement import Measurement
+from ._meter import Meter
 from ._record import Record
 from ._sighting import Sighting
 from ._signal import Signal
+from ._stages import Feeder
 from ._window import FirstStage, LastStage, NotInTime, Window
 from ._workers import THREAD_NAME
 
@@ -59,6 +63,15 @@ class Stage(Protocol):
     def sightings(self) -> list[Sighting]:
         """What its workers are at."""
 
+    @property
+    def meters(self) -> Sequence[Meter]: ...
+
+
+class Fed(Protocol):
+    """A stage that knows whether those before it are at work."""
+
+    feeders: Sequence[Feeder]
+
 
 class Pipeline:
     """Stages, first to last, and the window of the epoch that runs through them."""
@@ -83,19 +96,41 @@ class Pipeline:
         self._process_id = os.getpid()
         self.is_started = False
         self.lifetime = Lifetime([group for stage in stages for group in stage.workers])
+        for before, stage in pairwise(stages):
+            # Its workers and not the stage itself, which refers to this one.
+            cast("Fed", stage).feeders = cast("Sequence[Feeder]", before.workers)
 
     def begin(self, source: Iterator[Any]) -> None:
         """Begin an epoch over what the source draws; the epoch before it is broken off."""
         signal = Signal()
         self.lifetime.begin(signal)
+        self.measurement = self._measurement(signal)
         self._window = Window(
             source,
             self._first_stage,
             signal,
+            self.measurement.consumer,
             last_stage=self._last_stage,
             capacity=self._capacity,
             in_order=self._in_order,
             batched=self._batched,
+        )
+
+    def _measurement(self, signal: Signal) -> Measurement:
+        """It outlives this pipeline, so it refers to the window weakly."""
+        pipeline = weakref.ref(self)
+
+        def num_ready() -> int:
+            owner = pipeline()
+            return 0 if owner is None or owner._window is None else owner._window.num_ready()
+
+        meters = [meter for stage in self._stages for meter in stage.meters]
+        return Measurement(
+            "thread",
+            meters,
+            window=self._capacity,
+            num_ready=num_ready,
+            closed_at=lambda: signal.closed_at,
         )
 
     def start(self, seconds_apart: float = 0.0) -> None:

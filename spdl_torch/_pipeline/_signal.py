@@ -29,6 +29,9 @@ class Signal:
         self.error: BaseException | None = None
         self.is_closed = False
         """The epoch is over: what its workers still do is for nobody."""
+        self.closed_at: float | None = None
+        self.set_at = 0.0
+        """When what the consumer waits for has happened."""
         self.consumer_is_patient = False
         """Whoever has more to do may do it first: the consumer is going to look by itself soon."""
 
@@ -38,12 +41,17 @@ class Signal:
         self.close()
 
     def set(self) -> None:
+        if not self._nothing_happened.locked():
+            return  # Already set, and the consumer is still to look.
+        self.set_at = time.monotonic()
         try:  # noqa: SIM105 (contextlib.suppress takes ten times as long)
             self._nothing_happened.release()
         except RuntimeError:
-            pass  # Already set, and the consumer is still to look.
+            pass  # Set by another in this instant.
 
     def close(self) -> None:
+        if self.closed_at is None:
+            self.closed_at = time.monotonic()
         self.is_closed = True
         self.set()
         self._end_pauses()

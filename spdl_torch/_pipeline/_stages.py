@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from operator import length_hint
 from typing import Any, Final, Protocol
 
+from ._meter import LAP_SECONDS, CollateMeter, Meter, StageMeter, WorkerMeter
 from ._record import Record
 from ._sighting import Sighting, stack_lines
 from ._workers import Workers
@@ -18,6 +19,7 @@ from ._workers import Workers
 __all__ = [
     "BatchStage",
     "CollateStage",
+    "Feeder",
     "GroupSize",
     "Operation",
     "Place",
@@ -71,10 +73,17 @@ class BatchStage(Protocol):
         """Take over a record whose batch is made."""
 
 
+class Feeder(Protocol):
+    """The workers of the stage before."""
+
+    def is_at_work(self) -> bool:
+        """Whether there may be something to come from them."""
+
+
 class Place:
     """Where a worker is: at which slot of which record, and in what surroundings."""
 
-    __slots__ = ("record", "since", "slot", "surroundings")
+    __slots__ = ("__weakref__", "around_batch", "record", "since", "slot", "surroundings")
 
     WHOLE: Final = -1
     """Instead of a slot: at all samples of a batch at once."""
@@ -88,14 +97,17 @@ class Place:
         self.surroundings: AbstractContextManager[Any] = contextlib.nullcontext()
         """Entered for each task, and left by a thread that waits: what a thread is still inside of
         when it ends may be taken down after the interpreter."""
+        self.around_batch: AbstractContextManager[Any] | None = None
+        """Entered for each batch that is made of samples, if there is anything."""
 
     def leave(self) -> None:
         """The worker has ended. What it was in may refer to this."""
         self.surroundings = contextlib.nullcontext()
 
 
-Tools = tuple[Operation | None, Operation | None, Place]
-"""What a worker has: its operation on a sample, its collate function, and where it is."""
+Tools = tuple[Operation | None, Operation | None, WorkerMeter, Place]
+"""What a worker has: its operation on a sample, its collate function, what measures it, and where
+it is."""
 
 
 class GroupSize:
@@ -194,6 +206,12 @@ class ThreadStage:
         self._worker_ids = worker_ids
         self._workers = self.takers = Workers(name, worker_ids, self)
         self.workers = [self._workers]
+        self.feeders: Sequence[Feeder] = ()
+        self._meters = {id_: WorkerMeter(f"{name}-{id_}") for id_ in worker_ids}
+        workers = list(self._meters.values())
+        self.meters: list[Meter] = [] if name == "collate" else [StageMeter(name, workers)]
+        if collate_stage is None:
+            self.meters.append(CollateMeter(workers))
 
     # -- how work enters ---------------------------------------------------------------------
 
@@ -254,7 +272,9 @@ class ThreadStage:
 
     def set_up_worker(self, worker_id: int) -> Tools:
         place = Place()
-        return *self._set_up(worker_id, place), place
+        operations = self._set_up(worker_id, place)
+        self._meters[worker_id].start()
+        return *operations, self._meters[worker_id], place
 
     def dismiss_worker(self, worker_id: int) -> None:
         tools = self.tools.pop(worker_id, None)
@@ -280,15 +300,15 @@ class ThreadStage:
             self._work(task, tools)
 
     def _work(self, task: list[_Job], tools: Tools) -> None:
-        place = tools[-1]
-        started = time.monotonic()
+        meter, place = tools[2:]
+        started = meter.begin()
         num_samples = 0
         for job in task:
             signal = job.record.signal
             if signal.is_closed:
                 continue
             try:
-                place.since = started
+                place.since = meter.at
                 place.record = job.record
                 num_samples += self._do(job, tools)
             except BaseException as error:
@@ -302,54 +322,75 @@ class ThreadStage:
             # next batch.
             if not signal.consumer_is_patient:
                 signal.set()
-        self._group_size.observe(num_samples, time.monotonic() - started)
+        is_starved = bool(self.feeders) and any(feeder.is_at_work() for feeder in self.feeders)
+        self._group_size.observe(num_samples, meter.end(is_starved=is_starved) - started)
         task[-1].record.signal.set()
 
     def _do(self, job: _Job, tools: Tools) -> int:
         """Claim samples until there are none left; gives how many this worker got."""
         record = job.record
-        operation, collate, place = tools
-        num_done = 0
+        operation, collate, meter, place = tools
+        num_done = num_cheap = 0
         if job.num_samples > 0:
             assert operation is not None, "samples were handed to a stage that only collates"
             if self._takes_whole_batch:
                 place.slot = Place.WHOLE
-                num_done, num_settled = self._fill_whole(job, operation)
+                num_done, num_settled = self._fill_whole(job, operation, meter)
             else:
-                num_done, num_settled = self._fill(job, operation, place)
-            if num_settled == 0 or not record.settle(num_settled):
-                return num_done
-            if self._collate_stage is not None:
-                self._collate_stage.collate(record)
+                # To look at the clock for each cheap sample would take longer than some of them.
+                is_timed = meter.recorder is not None or (
+                    self._is_watched or self._group_size.seconds_per_sample > LAP_SECONDS
+                )
+                num_done, num_settled = self._fill(
+                    job, operation, place, meter if is_timed else None
+                )
+                num_cheap = 0 if is_timed else num_done
+            is_last = num_settled > 0 and record.settle(num_settled)
+            if not is_last or self._collate_stage is not None:
+                if num_cheap > 0:
+                    meter.lap(self._name, record.number, num_cheap)
+                if is_last and self._collate_stage is not None:
+                    self._collate_stage.collate(record)
                 return num_done
         assert collate is not None, "a batch was handed to a stage that does not collate"
         place.slot = Place.COLLATE
-        place.since = time.monotonic()
-        self._make_batch(record, collate)
+        place.since = meter.begin_batch(num_cheap)
+        if place.around_batch is None:
+            self._make_batch(record, collate)
+        else:
+            with place.around_batch:
+                self._make_batch(record, collate)
+        meter.end_batch("collate", record.number)
         return num_done
 
-    def _fill(self, job: _Job, operation: Operation, place: Place) -> tuple[int, int]:
-        """Fill slots until there are none left; gives how many, and how many are settled."""
+    def _fill(
+        self, job: _Job, operation: Operation, place: Place, meter: WorkerMeter | None
+    ) -> tuple[int, int]:
+        """Fill slots until there are none left; gives how many, and how many are settled.
+
+        With a meter, each has a lap.
+        """
         record = job.record
-        signal, next_stage, is_watched = record.signal, self._next_stage, self._is_watched
+        signal, next_stage = record.signal, self._next_stage
         slots = record.slots
         inputs = record.indices if self._is_first else slots
         num_done = num_failed = slot = 0
         done: list[int] = []
-        passed_on = time.perf_counter()
+        passed_on = time.monotonic()
         while True:
             try:
                 for slot in job.unclaimed:
                     place.slot = slot
-                    if is_watched:
-                        place.since = time.monotonic()
                     slots[slot] = operation(inputs[slot])
                     num_done += 1
+                    if meter is not None:
+                        meter.lap(self._name, record.number, 1, record.indices[slot])
+                        place.since = meter.at
                     if signal.is_closed:
                         break
                     if next_stage is not None:
                         done.append(slot)
-                        now = time.perf_counter()
+                        now = time.monotonic()
                         if now - passed_on > _HAND_OVER_SECONDS:
                             next_stage.put(record, done)
                             done, passed_on = [], now
@@ -367,7 +408,7 @@ class ThreadStage:
             next_stage.put(record, done)
         return num_done, num_failed
 
-    def _fill_whole(self, job: _Job, operation: Operation) -> tuple[int, int]:
+    def _fill_whole(self, job: _Job, operation: Operation, meter: WorkerMeter) -> tuple[int, int]:
         record = job.record
         num_samples = len(record.indices)
         for _ in job.unclaimed:
@@ -380,6 +421,8 @@ class ThreadStage:
                 note_origin(error, self._name, record, None)
                 record.fail(0, without_our_frame(error))
                 return num_samples, num_samples
+            finally:
+                meter.lap(self._name, record.number, num_samples)
             if self._next_stage is not None:
                 self._next_stage.put(record, range(num_samples))
                 return num_samples, 0

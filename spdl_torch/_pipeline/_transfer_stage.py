@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ._meter import Meter, StageMeter, WorkerMeter
 from ._record import Record
 from ._sighting import Sighting, of_batch
 from ._signal import Signal
-from ._stages import Operation, note_origin, without_our_frame
+from ._stages import Feeder, Operation, note_origin, without_our_frame
 from ._workers import Workers
 
 __all__ = ["Taken", "TransferStage"]
@@ -51,6 +51,9 @@ class TransferStage:
         self.tools: dict[int, Operation] = {}
         self._workers = Workers(name, [0], self)
         self.workers = [self._workers]
+        self.feeders: Sequence[Feeder] = ()
+        self._meter = WorkerMeter(name)
+        self.meters: list[Meter] = [StageMeter(name, [self._meter])]
 
     # -- how work enters -------------------------------------------------------------------------
 
@@ -65,7 +68,9 @@ class TransferStage:
     # -- what the worker does --------------------------------------------------------------------
 
     def set_up_worker(self, worker_id: int) -> Operation:  # noqa: ARG002 (there is but one)
-        return self._set_up()
+        operation = self._set_up()
+        self._meter.start()
+        return operation
 
     def dismiss_worker(self, worker_id: int) -> None:
         self._waiting.clear()
@@ -100,12 +105,15 @@ class TransferStage:
     def _take_on(self, record: Record, operation: Operation) -> None:
         batch = None
         if not record.is_abandoned and record.error is None:
-            self._at = record, time.monotonic()
+            self._at = record, self._meter.begin()
             try:
                 batch = operation(record.batch)
             except BaseException as error:
                 note_origin(error, self._name, record, None)
                 record.fail(0, without_our_frame(error))
+            self._meter.lap(self._name, record.number, 1)
+            # Without a batch to take on, it is that none is made or that the loop has not come on.
+            self._meter.end(is_starved=not self._waiting)
         self._at = None
         record.finish(batch)
         record.signal.set()

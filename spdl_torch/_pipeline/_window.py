@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
+from ._meter import ConsumerMeter
 from ._record import Record
 from ._signal import Signal
 
@@ -64,6 +65,7 @@ class Window:
         source: Iterator[Any],
         first_stage: FirstStage,
         signal: Signal,
+        meter: ConsumerMeter,
         *,
         last_stage: LastStage | None = None,
         capacity: int,
@@ -86,6 +88,7 @@ class Window:
         self._num_turns_taken = 0
         self._num_turns_told = 0
         self._source_has_ended = False
+        self._meter = meter
         self._returned = 0.0
         self._patience_seconds = _PATIENCE_SECONDS
         self._signal = signal
@@ -96,9 +99,10 @@ class Window:
         An interrupted or timed-out call loses nothing: a finished record stays where it is until
         the step in which it is returned. What an interrupt cannot leave whole, it leaves unusable.
         """
-        is_quick = time.perf_counter() - self._returned < _QUICK_SECONDS
+        now = self._meter.ask()
+        is_quick = now - self._returned < _QUICK_SECONDS
         self._patience_seconds = _PATIENCE_SECONDS
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = None if timeout_seconds is None else now + timeout_seconds
         while True:
             if self._signal.error is not None:
                 raise RuntimeError(
@@ -115,6 +119,7 @@ class Window:
                 break
             if not self._pending:
                 if self._source_has_ended:
+                    self._meter.get()
                     return None
                 continue  # What was pending has turned out to be exhausted: draw again.
             # Never wait with a batch that no worker has been told of: another may depend on it.
@@ -137,8 +142,12 @@ class Window:
         self._num_turns_taken += record.turn is not None
         self._advance(record.number + 1)
         del self._pending[position]
-        self._returned = time.perf_counter()
+        self._returned = self._meter.get_batch()
         return record
+
+    def num_ready(self) -> int:
+        """How many batches are finished and wait for the consumer. Any thread may ask."""
+        return sum(record.is_finished for record in self._pending.copy())
 
     def _draw(self, num_pending: int) -> None:
         """Draw batches until there are so many pending, or the sampler has ended."""
@@ -239,7 +248,7 @@ class Window:
                 patience = min(patience, deadline)
             self._signal.consumer_is_patient = is_first_time
             try:
-                in_time = self._signal.wait(patience)
+                in_time = self._wait_for_signal(patience)
             finally:
                 self._signal.consumer_is_patient = False
             if not in_time:
@@ -247,8 +256,16 @@ class Window:
                 for record in self._pending:
                     record.share_work(if_awaited=is_first_time)
                 self._patience_seconds = _LONG_PATIENCE_SECONDS
-        elif not self._signal.wait(deadline):
+        elif not self._wait_for_signal(deadline):
             raise NotInTime
+
+    def _wait_for_signal(self, deadline: float | None) -> bool:
+        asleep_since = time.monotonic()
+        in_time = self._signal.wait(deadline)
+        if in_time and self._signal.set_at > asleep_since:
+            self._meter.wake_seconds += time.monotonic() - self._signal.set_at
+            self._meter.num_wakes += 1
+        return in_time
 
     def _num_batches_per_task(self) -> int:
         num_samples = len(self._pending[0].indices) or 1

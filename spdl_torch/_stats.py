@@ -1,0 +1,243 @@
+"""What a loader has measured: frozen snapshots, each figure with what to conclude from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._utils import cpu_count
+
+from ._errors import Remedies
+from ._pipeline import Measurement, Reading, upper_seconds
+from ._verdict import Verdict, verdict_on
+
+__all__ = ["LoaderStats", "LoopStats", "StageStats", "num_bytes_of", "stats_of"]
+
+_MIDDLE_OF_BUCKET = 2 ** (-1 / 16)
+"""A bucket is an eighth of an octave wide."""
+
+_MAX_OBJECTS = 1000
+"""Of a batch that are looked at for their size. One made of many more is not made of tensors."""
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """One stage during an epoch, its workers added up."""
+
+    name: str
+    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
+    that is not split into stages does all its work in `preprocess`."""
+    width: int | None
+    """How many samples it can work at at a time; None if its executor does not say. `collate` is
+    done by the workers of the stage before it."""
+    elapsed_seconds: float
+    """Of the epoch so far. All seconds below are of all workers, up to `width` times as many."""
+    num_samples: int
+    """That it is done with (batches, for `collate` and `transfer`)."""
+    busy_seconds: float
+    """Spent at samples, by the clock on the wall. Near `width × elapsed_seconds`: this stage is
+    what the others wait for."""
+    cpu_seconds: float
+    """Of the busy ones, those in which a core was at work for it."""
+    queued_seconds: float
+    """Of the busy ones, those in which it could have gone on, but all cores were taken: too many
+    threads, or other programs. What is left of `busy_seconds` is waiting for I/O or for the
+    interpreter's lock. (On Linux; elsewhere 0.)"""
+    starved_seconds: float
+    """Spent without work while the stage before it had some. Much: look at that one."""
+    blocked_seconds: float
+    """Spent without work because enough batches are under way. Much: this stage is quick enough."""
+    num_in_flight: int
+    """Samples that are being worked at now (batches, for `collate` and `transfer`)."""
+    mean_seconds: float
+    """Per sample; per batch for `collate` and `transfer`."""
+    p50_seconds: float
+    p99_seconds: float
+    """Far more than `p50_seconds`: a few slow samples hold up their batches. A larger `buffer_size`
+    or `in_order=False` lets others go on. (Of samples that take less than a fifth of a millisecond
+    only the mean of one batch in sixteen is measured.)"""
+    histogram: tuple[tuple[float, int], ...]
+    """How many took at most so many seconds and more than the line before says."""
+    workers: str = "thread"
+    """Who they are: `thread`, `async` for the calls on an event loop, or `executor`."""
+
+    @property
+    def samples_per_second(self) -> float:
+        return _ratio(self.num_samples, self.elapsed_seconds)
+
+    @property
+    def num_busy(self) -> float:
+        """How many workers were busy, on average."""
+        return _ratio(self.busy_seconds, self.elapsed_seconds)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of its workers' time in which they were busy; 0 if its width is not known."""
+        return _ratio(self.num_busy, self.width or 0)
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """The training loop during an epoch."""
+
+    num_batches: int
+    """That it has got."""
+    waited_seconds: float
+    """Spent in `next()`: what the loader costs the loop."""
+    first_wait_seconds: float
+    """Of those, the ones until the first batch came."""
+    step_seconds: float
+    """Spent with the batches, outside of `next()`."""
+    wake_seconds: float
+    """Mean time from a batch being ready to the waiting loop going on. Near five milliseconds or
+    more, Python's switch interval: other threads hold the interpreter's lock."""
+
+    @property
+    def waited_share(self) -> float:
+        """The share of the epoch spent waiting, after the first batch."""
+        waited = self.waited_seconds - self.first_wait_seconds
+        return _ratio(waited, waited + self.step_seconds)
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """A loader during its last epoch, or the one that runs now."""
+
+    kind: str
+    """Who works: `thread`, `multiprocessing`, or `caller` with `num_workers=0`. Only threads are
+    measured stage by stage."""
+    is_running: bool
+    """The epoch is not over; a later snapshot will say more."""
+    elapsed_seconds: float
+    """From the first `next()` to the end of the epoch, or to now."""
+    stages: tuple[StageStats, ...]
+    """First to last."""
+    loop: LoopStats
+    window: int
+    """How many batches may be in flight."""
+    num_ready: int
+    """Batches that wait for the loop now. Near `window`: the loop is slower than the loader."""
+    num_bytes: int
+    """Of the tensors and arrays in the batches that the loop has got."""
+    num_bad_samples: int
+    """Replaced, in the whole life of the loader."""
+    num_retries: int
+    num_cores: int
+    """That this process may use."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Which stage bounds the loop, and what to change."""
+        return verdict_on(self)
+
+    def stage(self, name: str) -> StageStats | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        stages = [
+            dataclasses.asdict(stage)
+            | {
+                "samples_per_second": stage.samples_per_second,
+                "num_busy": stage.num_busy,
+                "utilisation": stage.utilisation,
+            }
+            for stage in self.stages
+        ]
+        loop = dataclasses.asdict(self.loop) | {"waited_share": self.loop.waited_share}
+        return dataclasses.asdict(self) | {
+            "stages": stages,
+            "loop": loop,
+            "verdict": dataclasses.asdict(self.verdict),
+        }
+
+
+def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
+    filled = [n for n, count in enumerate(reading.counts) if count > 0]
+    buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
+    histogram = [(upper_seconds(n), reading.counts[n]) for n in buckets]
+    return StageStats(
+        name=reading.name,
+        width=reading.width,
+        elapsed_seconds=elapsed_seconds,
+        num_samples=reading.num_samples,
+        busy_seconds=reading.busy_seconds,
+        cpu_seconds=reading.cpu_seconds,
+        queued_seconds=reading.queued_seconds,
+        starved_seconds=reading.starved_seconds,
+        blocked_seconds=reading.blocked_seconds,
+        num_in_flight=reading.num_in_flight,
+        mean_seconds=_ratio(reading.busy_seconds, reading.num_samples),
+        p50_seconds=_quantile(histogram, 0.5),
+        p99_seconds=_quantile(histogram, 0.99),
+        histogram=tuple(histogram),
+        workers=reading.workers,
+    )
+
+
+def stats_of(measurement: Measurement, remedies: Remedies) -> LoaderStats:
+    elapsed_seconds, consumer, stages = measurement.read()
+    return LoaderStats(
+        kind=measurement.kind,
+        is_running=measurement.is_running,
+        elapsed_seconds=elapsed_seconds,
+        stages=tuple(_stage_stats(reading, elapsed_seconds) for reading in stages),
+        loop=LoopStats(
+            num_batches=consumer.num_batches,
+            waited_seconds=consumer.waited_seconds,
+            first_wait_seconds=consumer.first_wait_seconds,
+            step_seconds=consumer.step_seconds,
+            wake_seconds=consumer.wake_seconds,
+        ),
+        window=measurement.window,
+        num_ready=measurement.num_ready,
+        num_bytes=consumer.num_bytes,
+        num_bad_samples=len(remedies.bad_samples),
+        num_retries=remedies.num_retries,
+        num_cores=cpu_count() or 1,
+    )
+
+
+def num_bytes_of(batch: Any) -> int:
+    """How large the tensors and arrays in a batch are together."""
+    if type(batch) is Tensor:
+        return batch.nbytes
+    try:
+        return _num_bytes_in(batch)
+    except Exception:  # A batch may be anything of the user's. A figure is not worth an error.
+        return 0
+
+
+def _num_bytes_in(batch: Any) -> int:
+    num_bytes = 0
+    to_see = [batch]
+    for _ in range(_MAX_OBJECTS):
+        if not to_see:
+            break
+        value = to_see.pop()
+        if isinstance(found := getattr(value, "nbytes", None), int):
+            num_bytes += found
+        elif isinstance(value, dict | UserDict):
+            to_see += value.values()
+        elif isinstance(value, list | tuple):
+            to_see += value[:_MAX_OBJECTS]
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            to_see += [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return num_bytes
+
+
+def _quantile(histogram: list[tuple[float, int]], share: float) -> float:
+    """The middle of the bucket that so large a share lies in or below."""
+    remaining = share * sum(count for _, count in histogram)
+    for seconds, count in histogram:
+        remaining -= count
+        if remaining <= 0:
+            return seconds * _MIDDLE_OF_BUCKET
+    return 0.0
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,320 @@
+"""Which stage bounds the loop, and what to change: the rules.
+
+They are asked in the order in which they stand in `_RULES`; the first that has an answer gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ._stats import LoaderStats, StageStats
+
+__all__ = ["Verdict", "verdict_on"]
+
+_LITTLE_WAITING: Final = 0.05
+"""A loop that waits for a smaller share of its time has little to gain."""
+_BUSY: Final = 0.5
+"""A stage whose workers are busy for a smaller share of their time is not what others wait for."""
+_AT_WORK: Final = 0.5
+"""Who uses a core, or waits for one, for a larger share of its busy time does CPU work."""
+_ASLEEP: Final = 0.33
+"""Who does neither for so large a share, while between them all"""
+_ONE_AT_A_TIME: Final = 2.0
+"""hardly more than one is at work at any time, waits for the interpreter's lock,"""
+_SLOW_WAKE_SECONDS: Final = 0.001
+"""if a thread that is woken takes so long to go on."""
+_TOO_MANY: Final = 1.5
+"""So many at work for each core get in each other's way."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence with the figures, and one advice."""
+
+    kind: str
+    """`training-bound`, `io-bound`, `cpu-bound`, `gil-bound`, `collate-bound`, `transfer-bound`,
+    `oversubscribed`, `window-bound`, `process-bound`, `unthreaded` or `unknown`."""
+    sentence: str
+    advice: str
+    stage: str | None = None
+    """The stage that it is about, if it is about one."""
+
+    def __str__(self) -> str:
+        return f"{self.sentence} {self.advice}"
+
+
+def verdict_on(stats: LoaderStats) -> Verdict:
+    return next(verdict for rule in _RULES if (verdict := rule(stats)) is not None)
+
+
+# -- which workers the others wait for ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Crew:
+    """The workers of a stage, who may do another's work too."""
+
+    stage: StageStats
+    collate: StageStats | None
+
+    @classmethod
+    def all_of(cls, stats: LoaderStats) -> list[_Crew]:
+        stages = [stage for stage in stats.stages if stage.name != "collate"]
+        collate = stats.stage("collate")
+        crews = []
+        for stage in stages:
+            makes_batches = stage.name in ("preprocess", "iterate") and stage.workers == "thread"
+            crews.append(cls(stage, collate if makes_batches else None))
+        if collate is not None and not any(crew.collate for crew in crews):
+            crews.append(cls(collate, None))
+        return crews
+
+    @property
+    def busy_seconds(self) -> float:
+        return self.stage.busy_seconds + (self.collate.busy_seconds if self.collate else 0.0)
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.stage.cpu_seconds + (self.collate.cpu_seconds if self.collate else 0.0)
+
+    @property
+    def queued_seconds(self) -> float:
+        return self.stage.queued_seconds + (self.collate.queued_seconds if self.collate else 0.0)
+
+    @property
+    def num_busy(self) -> float:
+        return self.busy_seconds / self.stage.elapsed_seconds
+
+    @property
+    def utilisation(self) -> float:
+        # An executor that does not say how many workers it has is busy if it has anything to do.
+        return self.num_busy / (self.stage.width or min(1.0, self.num_busy) or 1.0)
+
+    @property
+    def at_work_share(self) -> float:
+        """Of its busy time: with a core, or ready for one."""
+        return min(1.0, (self.cpu_seconds + self.queued_seconds) / self.busy_seconds)
+
+    @property
+    def num_at_work(self) -> float:
+        """How many of its workers, on average, had a core or were ready for one."""
+        return self.at_work_share * self.num_busy
+
+    @property
+    def num_cores_used(self) -> float:
+        return self.cpu_seconds / self.stage.elapsed_seconds
+
+    def __str__(self) -> str:
+        width = self.stage.width
+        of_all = f"{self.num_busy:.1f}" if width is None else f"{self.num_busy:.1f} of {width}"
+        return f"{of_all} {self.stage.name} workers busy"
+
+
+def _busiest(stats: LoaderStats) -> _Crew:
+    return max(_Crew.all_of(stats), key=lambda crew: crew.utilisation)
+
+
+def _others(stats: LoaderStats, busiest: _Crew) -> str:
+    """How idle the others are, in words."""
+    idle = [
+        f", {crew.stage.name} idle {_percent(1 - min(1.0, crew.utilisation))}"
+        for crew in _Crew.all_of(stats)
+        if crew.stage is not busiest.stage and crew.stage.width is not None
+    ]
+    return "".join(idle)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _waited(stats: LoaderStats) -> str:
+    return f"the loop waited {_percent(stats.loop.waited_share)} of its time"
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+
+def _too_early(stats: LoaderStats) -> Verdict | None:
+    if stats.loop.num_batches >= 2 and stats.elapsed_seconds > 0:
+        return None
+    return Verdict(
+        "unknown",
+        f"unknown: {stats.loop.num_batches} batches are too few to tell.",
+        "Iterate over the loader for a while.",
+    )
+
+
+def _training(stats: LoaderStats) -> Verdict | None:
+    if stats.loop.waited_share >= _LITTLE_WAITING:
+        return None
+    milliseconds = 1000 * stats.loop.step_seconds / stats.loop.num_batches
+    return Verdict(
+        "training-bound",
+        f"training-bound: {_waited(stats)}, its steps took {milliseconds:.1f} ms each.",
+        "The loader is not your problem: stop tuning it.",
+    )
+
+
+def _caller(stats: LoaderStats) -> Verdict | None:
+    if stats.kind != "caller":
+        return None
+    return Verdict(
+        "unthreaded",
+        f"unthreaded: {_waited(stats)} for batches that it makes itself.",
+        f"Set num_workers={stats.num_cores}, to have them made meanwhile.",
+    )
+
+
+def _processes(stats: LoaderStats) -> Verdict | None:
+    if stats.stages:
+        return None
+    return Verdict(
+        "process-bound",
+        f"process-bound: {_waited(stats)} for worker processes, which are not measured.",
+        'Raise num_workers up to the number of cores, or use worker_method="thread" to see the '
+        "stages.",
+    )
+
+
+def _window(stats: LoaderStats) -> Verdict | None:
+    busiest = _busiest(stats)
+    if busiest.utilisation >= _BUSY:
+        return None
+    return Verdict(
+        "window-bound",
+        f"window-bound: {_waited(stats)}, but only {busiest}: few batches may be in flight "
+        f"({stats.window}), or a slow sample holds up the others.",
+        "Raise prefetch_factor (or buffer_size), or set in_order=False.",
+    )
+
+
+def _lock(stats: LoaderStats) -> Verdict | None:
+    busiest = _busiest(stats)
+    if (
+        stats.num_cores < 2
+        or busiest.stage.workers != "thread"
+        or not _AT_WORK < busiest.num_at_work < _ONE_AT_A_TIME
+        or 1 - busiest.at_work_share < _ASLEEP
+        or stats.loop.wake_seconds < _SLOW_WAKE_SECONDS
+    ):
+        return None
+    return Verdict(
+        "gil-bound",
+        f"gil-bound: {busiest}, but they use {busiest.num_cores_used:.1f} cores: they hold the "
+        "interpreter's lock and wait for each other.",
+        "Use preprocess_executor=ProcessPoolExecutor(...) or "
+        'worker_method="multiprocessing"; more threads will not help.',
+        stage=busiest.stage.name,
+    )
+
+
+def _oversubscribed(stats: LoaderStats) -> Verdict | None:
+    busiest = _busiest(stats)
+    # Where nobody says how long they waited for a core: all are taken, and they are many more.
+    are_all_taken = busiest.num_cores_used > 0.8 * stats.num_cores
+    is_unknown = busiest.queued_seconds == 0.0
+    num_at_work = busiest.num_busy if are_all_taken and is_unknown else busiest.num_at_work
+    if busiest.stage.workers != "thread" or num_at_work < _TOO_MANY * stats.num_cores:
+        return None
+    return Verdict(
+        "oversubscribed",
+        f"oversubscribed: {busiest} on {stats.num_cores} cores, {num_at_work:.1f} of them with a "
+        "core or waiting for one.",
+        f"Set {_argument(busiest)}={stats.num_cores}: more threads than cores only get in each "
+        "other's way.",
+        stage=busiest.stage.name,
+    )
+
+
+def _collate(stats: LoaderStats) -> Verdict | None:
+    busiest = _busiest(stats)
+    collate = busiest.stage if busiest.stage.name == "collate" else busiest.collate
+    if collate is None or collate.busy_seconds < 0.5 * busiest.busy_seconds:
+        return None
+    return Verdict(
+        "collate-bound",
+        f"collate-bound: {collate.num_busy:.1f} of {collate.width} workers make batches, "
+        f"{1000 * collate.mean_seconds:.1f} ms each{_others(stats, busiest)}.",
+        "Give the samples one shape and leave them to the default collate, or do less in "
+        "collate_fn.",
+        stage="collate",
+    )
+
+
+def _transfer(stats: LoaderStats) -> Verdict | None:
+    busiest = _busiest(stats)
+    if busiest.stage.name != "transfer":
+        return None
+    return Verdict(
+        "transfer-bound",
+        f"transfer-bound: a batch takes {1000 * busiest.stage.mean_seconds:.1f} ms to the device"
+        f"{_others(stats, busiest)}.",
+        "Send less: uint8 instead of float32, and normalise on the device.",
+        stage="transfer",
+    )
+
+
+def _input(stats: LoaderStats) -> Verdict | None:
+    busiest = _busiest(stats)
+    if busiest.at_work_share >= _AT_WORK:
+        return None
+    sentence = (
+        f"io-bound: {busiest}, and they waited {_percent(1 - busiest.at_work_share)} of that"
+        f"{_others(stats, busiest)}."
+    )
+    advice = f"Raise {_argument(busiest)} (now {busiest.stage.width})"
+    if stats.stage("load") is None and stats.stage("iterate") is None:
+        advice += (
+            ", or split the dataset into load and preprocess (StagedDataset) to give what waits "
+            "more workers than what computes"
+        )
+    return Verdict("io-bound", sentence, f"{advice}.", busiest.stage.name)
+
+
+def _computing(stats: LoaderStats) -> Verdict:
+    busiest = _busiest(stats)
+    width = busiest.stage.width or stats.num_cores
+    sentence = (
+        f"cpu-bound: {busiest}, using {busiest.num_cores_used:.1f} of {stats.num_cores} cores"
+        f"{_others(stats, busiest)}."
+    )
+    if busiest.queued_seconds > busiest.cpu_seconds:
+        share = _percent(min(1.0, busiest.queued_seconds / busiest.busy_seconds))
+        advice = f"They waited {share} of their time for a core: see what else runs there."
+    elif width < stats.num_cores:
+        advice = f"Raise {_argument(busiest)} to {stats.num_cores}, the number of cores."
+    elif busiest.stage.name == "load":
+        advice = "Move what computes from load to preprocess; load is for what waits."
+    else:
+        advice = (
+            "All cores are taken: decode images with ImageLoader and its size=, do less per "
+            "sample, or augment on the device."
+        )
+    return Verdict("cpu-bound", sentence, advice, busiest.stage.name)
+
+
+def _argument(crew: _Crew) -> str:
+    if crew.stage.workers == "executor":
+        return "the number of the executor's workers"
+    if crew.stage.name == "load":
+        return "num_io_workers"
+    return "num_workers" if crew.stage.name == "iterate" else "num_cpu_workers"
+
+
+_RULES: Final[Sequence[Callable[[LoaderStats], Verdict | None]]] = (
+    _too_early,
+    _training,
+    _caller,
+    _processes,
+    _window,
+    _transfer,
+    _collate,
+    _oversubscribed,
+    _lock,
+    _input,
+    _computing,
+)

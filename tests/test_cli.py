@@ -1,0 +1,432 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import spdl_torch
+from spdl_torch._cli import main
+
+from .images import picture, save
+
+TIMEOUT_SECONDS = 100
+
+
+def photo(seed=0, **options):
+    return save(picture(seed=seed), "JPEG", **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twelve images of two classes."""
+    root = tmp_path / "images"
+    for number in range(12):
+        path = root / ("cats" if number % 2 else "dogs") / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(photo(number))
+    return root
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def document(capsys):
+    """What was printed, which is one JSON document and nothing else."""
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(printed.out)
+
+
+def command(*arguments, **options):
+    """The command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "spdl_torch", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+        **options,
+    )
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def scan_start(jpeg):
+    """Where the image data begin."""
+    position = jpeg.index(b"\xff\xda")
+    return position + 2 + int.from_bytes(jpeg[position + 2 : position + 4], "big")
+
+
+def with_middle(jpeg, middle):
+    start = scan_start(jpeg)
+    position = start + (len(jpeg) - start) // 3
+    return jpeg[:position] + middle + jpeg[position + len(middle) :]
+
+
+def without_segments(jpeg, marker):
+    position, kept = 2, [jpeg[:2]]
+    while position < scan_start(jpeg):
+        end = position + 2 + int.from_bytes(jpeg[position + 2 : position + 4], "big")
+        if jpeg[position + 1] != marker:
+            kept.append(jpeg[position:end])
+        position = end
+    return b"".join([*kept, jpeg[position:]])
+
+
+def with_height(jpeg, height):
+    position = jpeg.index(b"\xff\xc0") + 5
+    return jpeg[:position] + height.to_bytes(2, "big") + jpeg[position + 2 :]
+
+
+DAMAGE = {
+    "cut in half": lambda jpeg, _: jpeg[: len(jpeg) // 2],
+    "cut near its end": lambda jpeg, draw: jpeg[: -draw.randint(3, 40)],
+    "half, and zeros": lambda jpeg, _: jpeg[: len(jpeg) // 2].ljust(len(jpeg), b"\0"),
+    "zeros in the middle": lambda jpeg, _: with_middle(jpeg, bytes(len(jpeg) // 4)),
+    "random bytes in the middle": lambda jpeg, draw: with_middle(jpeg, draw.randbytes(2000)),
+    "wrong header": lambda jpeg, draw: draw.randbytes(16) + jpeg[16:],
+    "empty": lambda *_: b"",
+    "text": lambda *_: b"Remember to take a photograph of the cat.\n" * 100,
+    "page of an error": lambda *_: b"<!DOCTYPE html><title>404 Not Found</title>",
+    "without its tables": lambda jpeg, _: without_segments(jpeg, 0xDB),
+    "two files in one": lambda jpeg, _: jpeg[: len(jpeg) // 2] + jpeg,
+    # What FFmpeg alone decodes without a word:
+    "without the last data": lambda jpeg, draw: jpeg[: -draw.randint(4, 6)] + jpeg[-2:],
+    "more data than pixels": lambda jpeg, draw: (
+        jpeg[:-2] + bytes(draw.randint(40, 900)) + jpeg[-2:]
+    ),
+    "half its height": lambda jpeg, _: with_height(jpeg, 120),
+}
+
+
+def test_every_damaged_image_is_found_and_no_other(tmp_path, capsys):
+    draw = random.Random(0)
+    good = [photo(number % 10, quality=66 + number // 10) for number in range(300)]
+    for number, jpeg in enumerate(good):
+        (tmp_path / str(number % 7)).mkdir(exist_ok=True)
+        (tmp_path / str(number % 7) / f"good {number}.JPEG").write_bytes(jpeg)
+    expected = set()
+    for kind, damaged in DAMAGE.items():
+        for number, jpeg in enumerate(draw.sample(good, 5)):
+            path = tmp_path / str(number) / f"{kind}.jpg"
+            path.write_bytes(damaged(jpeg, draw))
+            expected.add(str(path))
+    assert run("check", tmp_path, "--json", "--workers", 3) == 1
+    report = document(capsys)
+    assert {damaged["path"] for damaged in report["damaged"]} == expected
+    assert (report["num_images"], report["num_damaged"]) == (300 + len(expected), len(expected))
+
+
+def test_check_of_good_images_says_so(folder, capsys):
+    assert run("check", folder) == 0
+    assert capsys.readouterr().out.startswith("12 checked, 0 damaged")
+
+
+def test_check_names_the_damaged_image_and_the_reason_in_a_line(folder, capsys):
+    path = folder / "[bold]a\nlong name" / ("x" * 200 + ".png")
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    assert run("check", folder) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{path}: it is empty".replace("\n", "\\n")
+    assert lines[1].startswith("13 checked, 1 damaged")
+
+
+def test_check_finds_what_cannot_be_opened(folder, capsys):
+    (folder / "broken.jpg").symlink_to("nowhere.jpg")
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "back").symlink_to(folder)
+    assert run("check", folder, "--json") == 1
+    assert {Path(d["path"]).name: d["reason"] for d in document(capsys)["damaged"]} == {
+        "broken.jpg": "it cannot be read: No such file or directory",
+        "pipe.jpg": "it is no regular file",
+    }
+
+
+def test_good_jpegs_of_all_layouts_pass(tmp_path, capsys):
+    layouts = [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}]
+    layouts += [{"restart_marker_blocks": 1}, {"restart_marker_rows": 2}, {"optimize": True}]
+    for number, layout in enumerate(layouts):
+        for quality in (10, 75, 100):
+            # With something behind the image, as cameras and phones have it.
+            jpeg = photo(quality=quality, **layout) + photo()
+            (tmp_path / f"{number} {quality}.jpg").write_bytes(jpeg)
+    for side in (1, 8, 17):
+        (tmp_path / f"{side} pixels.jpg").write_bytes(save(picture(side, side), "JPEG"))
+    assert run("check", tmp_path, "--json") == 0
+    assert document(capsys)["num_images"] == 24
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_check_finds_what_must_not_be_read(folder, capsys):
+    (folder / "cats/1.jpg").chmod(0)
+    (folder / "dogs").chmod(0)
+    try:
+        assert run("check", folder, "--json") == 1
+    finally:
+        (folder / "dogs").chmod(0o700)
+    assert {Path(d["path"]).name: d["reason"] for d in document(capsys)["damaged"]} == {
+        "1.jpg": "it cannot be read: Permission denied",
+        "dogs": "the folder cannot be read: Permission denied",
+    }
+
+
+def test_check_decodes_all_formats_and_leaves_other_files_alone(tmp_path, capsys):
+    for suffix in ("jpg", "png", "webp", "gif", "bmp", "tiff"):
+        pixels = picture(40, 56)
+        (tmp_path / f"a.{suffix}").write_bytes(
+            save(pixels, {"jpg": "JPEG"}.get(suffix, suffix.upper()))
+        )
+    (tmp_path / "notes.txt").write_text("not an image")
+    assert run("check", tmp_path, "--json") == 0
+    assert document(capsys)["num_images"] == 6
+
+
+# -- bench -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("augment", [[], ["--augment"]])
+def test_bench_measures_three_loaders_that_do_the_same_job(folder, capsys, augment):
+    options = ["--batch-size", 4, "--workers", 2, "--size", 48, "--rounds", 2, *augment]
+    assert run("bench", folder, "--json", *options) == 0
+    report = document(capsys)
+    names = [loader["name"] for loader in report["loaders"]]
+    assert names == ["torch + PIL", "torch + torchvision.io", "spdl_torch"]
+    for loader in report["loaders"]:
+        assert len(loader["rounds"]) == 2
+        assert loader["images_per_second"] > 0
+        # They take the same parts of the images: others would be off by dozens of levels.
+        assert loader["difference_from_pil"] < 2
+    assert (report["num_images"], report["num_used"], report["num_left_out"]) == (12, 12, 0)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_the_code_of_bench_can_be_pasted(folder, capsys, is_flat):
+    if is_flat:
+        folder /= "cats"
+    options = ["--batch-size", 3, "--workers", 1, "--size", 32, "--rounds", 1]
+    assert run("bench", folder, "--json", *options) == 0
+    names = {}
+    exec(document(capsys)["code"], names)
+    with names["loader"] as loader:
+        batches = list(loader)
+    images = batches[0] if is_flat else batches[0][0]
+    assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.uint8)
+    assert len(batches) == (2 if is_flat else 4)
+
+
+def test_bench_leaves_out_what_not_everybody_can_decode(folder, capsys):
+    (folder / "cats/damaged.jpg").write_bytes(photo()[:5000])
+    (folder / "cats/windows.bmp").write_bytes(save(picture(), "BMP"))
+    (folder / "none of these").mkdir()
+    options = ["--batch-size", 4, "--workers", 1, "--size", 32, "--rounds", 1]
+    assert run("bench", folder, *options) == 0
+    printed = capsys.readouterr().out
+    assert "12 of 14 images" in printed
+    assert "not every loader can decode them: 2." in printed
+    assert f'ImageFolder("{folder}", loader=images, allow_empty=True)' in printed
+
+
+def test_bench_of_nothing_but_damaged_images_fails(tmp_path, capsys):
+    (tmp_path / "a.jpg").write_bytes(b"text")
+    assert run("bench", tmp_path, "--workers", 1) == 1
+    assert "spdl-torch check" in capsys.readouterr().err
+
+
+# -- profile ---------------------------------------------------------------------------------------
+
+MODULE = """
+import torch.utils.data
+import spdl_torch
+
+def make_loader():
+    return spdl_torch.DataLoader(range(64), batch_size=4, num_workers=2)
+
+def make_torch_loader():
+    return torch.utils.data.DataLoader(range(64))
+
+def make_list():
+    return []
+
+number = 1
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    name = f"cli_module_{len(sys.modules)}"
+    Path(f"{name}.py").write_text(MODULE)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_profile_of_a_folder_is_printed_and_saved(folder, tmp_path, capsys):
+    html, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    options = ["--batches", 4, "--batch-size", 2, "--workers", 2, "--size", 32, "--augment"]
+    assert run("profile", folder, *options, "--html", html, "--trace", trace) == 0
+    printed = capsys.readouterr().out
+    assert "preprocess" in printed
+    assert printed.endswith(f"saved {html}\nsaved {trace}\n")
+    assert "<html" in html.read_text()
+    assert json.loads(trace.read_text())
+
+
+def test_profile_of_a_function_finds_it_in_the_current_directory(module, capsys):
+    assert run("profile", f"{module}:make_loader", "--batches", 4, "--json") == 0
+    report = document(capsys)
+    assert report["stats"]["loop"]["num_batches"] >= 1
+    assert report["stats"]["verdict"]["sentence"]
+
+
+def test_profile_of_torchs_loader_says_what_to_change(module, capsys):
+    assert run("profile", f"{module}:make_torch_loader") == 2
+    assert "from spdl_torch import DataLoader" in capsys.readouterr().err
+
+
+def test_profile_of_a_damaged_image_fails_in_a_line(folder, capsys):
+    for path in folder.glob("cats/*"):
+        path.write_bytes(b"")
+    assert run("profile", folder, "--batch-size", 2, "--workers", 1) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "it is empty" in printed.err
+    assert f"spdl-torch check {folder}" in printed.err
+
+
+# -- demo ------------------------------------------------------------------------------------------
+
+
+def test_the_demo_trains_with_both_loaders_and_gives_a_verdict(capsys):
+    assert run("demo", "--images", 64, "--workers", 2, "--json") == 0
+    report = document(capsys)
+    torchs, ours = report["loaders"]
+    assert (torchs["name"], ours["name"]) == ("torch + PIL", "spdl_torch")
+    for first, second in [torchs["epochs"], ours["epochs"]]:
+        assert second["loss"] < first["loss"]
+    # As large as photographs are, for decoding is what it is about.
+    assert 50_000 < report["num_bytes"] / 64 < 200_000
+    assert report["stats"]["verdict"]["sentence"]
+
+
+def test_the_demo_shows_a_table(capsys):
+    assert run("demo", "--images", 32, "--workers", 1) == 0
+    printed = capsys.readouterr().out
+    for word in ("images/s", "accuracy", "torch + PIL", "spdl_torch", "Verdict: "):
+        assert word in printed
+
+
+# -- usage -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["check"], "required: DIR"),
+        (["check", "nowhere"], "nowhere: No such file or directory"),
+        (["check", "file.jpg"], "file.jpg: Not a directory"),
+        (["check", "empty"], "there are no images in empty"),
+        (["bench", "nowhere"], "nowhere: No such file or directory"),
+        (["bench", "empty"], "there are no images in empty"),
+        (["bench", "empty", "--workers", "0"], "must be a whole number from 1 up, got '0'"),
+        (["bench", "empty", "--size", "x"], "must be a whole number from 1 up, got 'x'"),
+        (["profile", "empty"], "there are no images in empty"),
+        (["profile", "nowhere"], "nowhere is neither a folder nor a function"),
+        (["profile", "nowhere:make"], "cannot import nowhere: No module named 'nowhere'"),
+        (["profile", "json:make"], "json has no make"),
+        (["profile", "json:make", "--html", "a.txt"], "--html takes a file that ends in .html"),
+        (["profile", "json:make", "--trace", "no/a.json"], "there is no directory no"),
+        (["profile", "{module}:number"], "is a int. Name a function"),
+        (["profile", "{module}:make_list"], "returns a list. It must return"),
+    ],
+)
+def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(arguments, message, module, capsys):
+    Path("empty").mkdir()
+    Path("file.jpg").touch()
+    assert run(*(argument.format(module=module) for argument in arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("spdl-torch")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+@pytest.mark.parametrize("name", [None, "demo", "bench", "profile", "check"])
+def test_help_has_an_example(name, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        run(*filter(None, [name]), "--help")
+    assert exit_info.value.code == 0
+    assert f"  spdl-torch {name or 'demo'}" in capsys.readouterr().out.split("example")[-1]
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        run("--version")
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"spdl-torch {spdl_torch.__version__}\n"
+
+
+# -- in a process of its own -----------------------------------------------------------------------
+
+
+def test_a_pipe_gets_words_without_colours_or_bars(folder):
+    (folder / "empty.jpg").touch()
+    plain = {"NO_COLOR": "1", "FORCE_COLOR": "", "PYTHONIOENCODING": "ascii"}
+    program = command("check", folder, env=os.environ | plain)
+    assert (program.returncode, program.stderr) == (1, "")
+    assert "\x1b" not in program.stdout
+    assert len(program.stdout.splitlines()) == 2
+
+
+def test_a_terminal_gets_bars_and_whole_lines(folder):
+    (folder / "empty.jpg").touch()
+    leader, follower = pty.openpty()
+    arguments = [sys.executable, "-m", "spdl_torch", "check", str(folder)]
+    with subprocess.Popen(arguments, stdout=follower, stderr=follower) as process:
+        os.close(follower)
+        printed = b""
+        while chunk := _read(leader):
+            printed += chunk
+        assert process.wait(TIMEOUT_SECONDS) == 1
+    os.close(leader)
+    assert b"checking" in printed
+    assert f"{folder}/empty.jpg: it is empty\r\n".encode() in printed
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # Linux says so when nobody is left to write.
+        return b""
+
+
+def test_ctrl_c_while_workers_are_busy_ends_with_exit_code_130(tmp_path, module):
+    Path(f"{module}.py").write_text(
+        "import os, signal\n"
+        "import spdl_torch\n"
+        "class Images:\n"
+        "    def __len__(self): return 1000\n"
+        "    def __getitem__(self, index):\n"
+        "        if index == 20: os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return index\n"
+        "def make(): return spdl_torch.DataLoader(Images(), batch_size=2, num_workers=2)\n"
+    )
+    program = command("profile", f"{module}:make", "--batches", 500)
+    assert (program.returncode, program.stdout) == (128 + signal.SIGINT, "")
+    assert program.stderr == "spdl-torch profile: interrupted\n"

@@ -1,0 +1,270 @@
+"""`loader.profile()` and `CachedLoader`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import RandomSampler, WeightedRandomSampler
+
+from spdl_torch import CachedLoader, DataLoader, DistributedRandomSampler, StagedDataset
+
+from .conftest import own_thread_names
+from .datasets import Sharded, Squares, StagedMany
+
+SIZE = 80
+BATCH_SIZE = 4
+
+
+class Slow(StagedDataset):
+    def __len__(self):
+        return SIZE
+
+    def load(self, index):
+        time.sleep(0.004)
+        return index
+
+    def preprocess(self, raw):
+        sum(number * number for number in range(20_000))  # Holds the interpreter's lock.
+        return raw + torch.rand(())
+
+
+class SlowAsync(Slow):
+    async def load(self, index):
+        import asyncio  # noqa: PLC0415
+
+        await asyncio.sleep(0.004)
+        return index
+
+
+def loader_of(dataset=None, **arguments):
+    arguments = {"batch_size": BATCH_SIZE, "num_workers": 2} | arguments
+    return DataLoader(Slow() if dataset is None else dataset, **arguments)
+
+
+# -- the timeline ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Slow, SlowAsync])
+def test_every_sample_of_the_batches_is_in_the_timeline(cls):
+    profile = loader_of(cls()).profile(num_batches=10, sweep=False)
+    assert profile.stats.loop.num_batches == 10
+    for stage in ("load", "preprocess"):
+        spans = [span for span in profile.spans if span.stage == stage]
+        # More than were delivered: the workers are ahead of the loop.
+        found = {span.index for span in spans}
+        assert found >= {repr(index) for index in range(10 * BATCH_SIZE)}
+        assert all(span.num_samples == 1 and span.seconds >= 0 for span in spans)
+        assert all(span.batch == int(span.index) // BATCH_SIZE for span in spans)
+    assert {span.stage for span in profile.spans} == {
+        "load",
+        "preprocess",
+        "collate",
+        "wait",
+        "step",
+    }
+    assert sum(span.stage == "wait" for span in profile.spans) == 10
+    assert min(span.started_seconds for span in profile.spans) == 0.0
+
+
+def test_the_spans_of_one_worker_do_not_overlap():
+    profile = loader_of().profile(num_batches=10, sweep=False)
+    by_worker = {}
+    for span in profile.spans:
+        by_worker.setdefault(span.worker, []).append(span)
+    assert {"preprocess-0", "preprocess-1", "loop"} <= set(by_worker)
+    for spans in by_worker.values():
+        for before, after in itertools.pairwise(spans):
+            assert before.started_seconds + before.seconds <= after.started_seconds + 1e-9
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dataset": Squares(SIZE), "num_workers": 0},
+        {"dataset": Squares(SIZE)},
+        {"dataset": Sharded(SIZE)},
+        {"dataset": StagedMany(SIZE)},
+        {"dataset": Squares(SIZE), "batch_size": None},
+        {"dataset": Squares(SIZE), "worker_method": "multiprocessing"},
+        {"dataset": Squares(SIZE), "device": "meta"},
+        {"dataset": Squares(SIZE), "persistent_workers": True, "shuffle": True},
+    ],
+)
+def test_any_loader_can_be_profiled(arguments, tmp_path):
+    loader = loader_of(**arguments)
+    profile = loader.profile(num_batches=1000)  # More than there are.
+    is_batched = arguments.get("batch_size", BATCH_SIZE) is not None
+    assert profile.stats.loop.num_batches == (SIZE // BATCH_SIZE if is_batched else SIZE)
+    assert profile.stats.verdict.kind in str(profile)
+    for name in ("trace.json", "report.html"):
+        profile.save(tmp_path / name)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert own_thread_names() == []
+    loader.close()
+
+
+def test_an_executor_is_profiled():
+    with ThreadPoolExecutor(2) as pool:
+        profile = loader_of(preprocess_executor=pool).profile(num_batches=5, sweep=False)
+    assert "preprocess" in {span.stage for span in profile.spans}
+
+
+def test_a_profile_is_saved_as_what_its_suffix_says(tmp_path):
+    profile = loader_of(Squares(SIZE)).profile(num_batches=2, sweep=False)
+    with pytest.raises(ValueError, match=r"saved as .json .* or .html .*, not report.pdf"):
+        profile.save(tmp_path / "report.pdf")
+    assert json.dumps(profile.as_dict())
+
+
+# -- it leaves things as they are -----------------------------------------------------------------
+
+
+GENERATOR = torch.Generator()
+
+SAMPLERS = {
+    "shuffle": lambda: {"shuffle": True},
+    "generator": lambda: {
+        "sampler": RandomSampler(range(SIZE), generator=GENERATOR.manual_seed(3))
+    },
+    "ours": lambda: {"sampler": DistributedRandomSampler(SIZE, rank=0, world_size=1)},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * SIZE, SIZE)},
+    "seed": lambda: {"shuffle": True, "seed": 5},
+}
+
+
+@pytest.mark.parametrize("profiled", ["before", "in mid-epoch"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_loader_goes_on_as_if_nothing_had_been(name, profiled):
+    def batches(is_profiled):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        loader = loader_of(Squares(SIZE), **SAMPLERS[name]())
+        if is_profiled and profiled == "before":
+            loader.profile(num_batches=3)
+        iterator = iter(loader)
+        found = [next(iterator).tolist()]
+        if is_profiled and profiled == "in mid-epoch":
+            loader.profile(num_batches=3)
+        found += [batch.tolist() for batch in iterator]
+        found += [batch.tolist() for batch in loader]
+        return found, float(torch.rand(())), float(np.random.rand()), random.random()
+
+    assert batches(is_profiled=True) == batches(is_profiled=False)
+
+
+def test_the_statistics_and_the_state_of_the_loader_stay_its_own():
+    loader = loader_of(Squares(SIZE), seed=1, shuffle=True)
+    list(loader)
+    stats, state = loader.stats(), loader.state_dict()
+    loader.profile(num_batches=3)
+    assert loader.stats() == stats
+    assert loader.state_dict() == state
+
+
+# -- each stage by itself -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Slow, SlowAsync])
+def test_what_waits_rises_with_more_workers_and_what_holds_the_lock_does_not(cls):
+    profile = loader_of(cls()).profile(num_batches=2)
+    load, preprocess, collate = profile.scalings
+    assert [scaling.stage for scaling in profile.scalings] == ["load", "preprocess", "collate"]
+    assert [width for width, _ in load.throughputs] == [1, 2, 4, 8, 16]
+    assert load.shape == "rises"
+    assert 0.5 * 250 < load.throughputs[0][1] <= 250
+    assert load.throughputs[-1][1] > 6 * load.throughputs[0][1]
+    assert preprocess.shape != "rises"
+    assert collate.throughputs[0][1] > 1000
+
+
+def test_a_stage_that_cannot_be_had_alone_has_no_figure():
+    class Once(Slow):
+        def __init__(self):
+            self.seen = set()
+
+        def preprocess(self, raw):
+            if raw in self.seen:
+                raise RuntimeError("not again")
+            self.seen.add(raw)
+            return raw
+
+    profile = loader_of(Once()).profile(num_batches=2)
+    assert [scaling.stage for scaling in profile.scalings] == ["load", "collate"]
+
+
+# -- how fast the loop could be -------------------------------------------------------------------
+
+
+def test_the_headroom_is_what_the_steps_alone_would_take():
+    steps = []
+
+    def step(batch):
+        steps.append(batch)
+        time.sleep(0.002)
+
+    loader = loader_of(num_io_workers=1)  # A batch takes at least 16 ms.
+    profile = loader.profile(num_batches=10, step=step, sweep=False)
+    assert len(steps) == 20
+    assert profile.headroom.batches_per_second < 1 / 0.016
+    assert 1 / 0.004 < profile.headroom.free_batches_per_second <= 1 / 0.002
+    assert profile.headroom.speed_up > 3
+    assert profile.stats.loop.step_seconds >= 0.002 * 9
+
+
+def test_without_a_step_there_is_no_headroom():
+    assert loader_of().profile(num_batches=2, sweep=False).headroom is None
+
+
+class Counting(Squares):
+    num_loaded = 0
+
+    def __getitem__(self, index):
+        self.num_loaded += 1
+        return index
+
+
+def test_a_cached_loader_gives_the_first_batches_again_and_again():
+    dataset = Counting(40)
+    loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=3)
+    assert len(loader) == 10
+    for _ in range(2):
+        found = [batch.tolist() for batch in loader]
+        assert found == [list(range(4 * n, 4 * n + 4)) for n in [0, 1, 2] * 3 + [0]]
+    assert dataset.num_loaded == 12
+
+
+def test_a_cached_loader_begins_anew_if_it_was_left_too_early():
+    dataset = Counting(40)
+    loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=3)
+    next(iter(loader))
+    assert [int(batch[0]) for batch in loader] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
+
+
+def test_a_cached_loader_is_as_long_as_it_is_told():
+    loader = CachedLoader(DataLoader(Sharded(8), batch_size=4), 1, length=5)
+    assert len(loader) == len(list(loader)) == 5
+    assert len(list(CachedLoader(DataLoader(Squares(8), batch_size=4), 100))) == 2
+
+
+def test_a_cached_loader_needs_a_length_and_a_batch():
+    with pytest.raises(TypeError, match="Give CachedLoader one: length=1000"):
+        next(iter(CachedLoader((batch for batch in [1]), 1)))
+    with pytest.raises(ValueError, match="at least one"):
+        CachedLoader([1], 0)
+
+
+def test_a_cached_loader_has_what_its_loader_has():
+    loader = loader_of(Squares(8))
+    cached = CachedLoader(loader, 1)
+    assert cached.dataset is loader.dataset
+    assert cached.batch_size == BATCH_SIZE
+    with pytest.raises(AttributeError):
+        _ = cached.nothing

@@ -1,0 +1,494 @@
+"""`loader.stats()`: what was measured, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+import time
+import weakref
+from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch.utils.data import Dataset
+
+from spdl_torch import DataLoader, ReplaceBadSamples, RetryLoad, StagedDataset
+from spdl_torch._pipeline._meter import Tally, upper_seconds
+from spdl_torch._stats import num_bytes_of
+
+from .datasets import PATIENCE_SECONDS, Sharded, Squares
+
+SIZE = 40
+BATCH_SIZE = 4
+NUM_BATCHES = SIZE // BATCH_SIZE
+
+
+class Timed(StagedDataset):
+    """Sleeps in each stage for so many seconds."""
+
+    def __init__(self, load=0.0, preprocess=0.0, collate=0.0, size=SIZE):
+        self.seconds = load, preprocess, collate
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def load(self, index):
+        time.sleep(self.seconds[0])
+        return index
+
+    def preprocess(self, raw):
+        time.sleep(self.seconds[1])
+        return raw
+
+    def collate(self, samples):
+        time.sleep(self.seconds[2])
+        return torch.tensor(samples)
+
+
+class TimedAsync(Timed):
+    async def load(self, index):
+        import asyncio  # noqa: PLC0415
+
+        await asyncio.sleep(self.seconds[0])
+        return index
+
+
+class TimedMany(Timed):
+    def load_many(self, indices):
+        time.sleep(self.seconds[0])
+        return indices
+
+
+def run(dataset, num_workers=2, *, num_epochs=1, step_seconds=0.0, **arguments):
+    """The statistics of the last of some epochs."""
+    with DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=num_workers, **arguments) as loader:
+        for _ in range(num_epochs):
+            for _ in loader:
+                time.sleep(step_seconds)
+        return loader.stats()
+
+
+def names(stats):
+    return [stage.name for stage in stats.stages]
+
+
+# -- what is counted ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Timed, TimedAsync, TimedMany])
+@pytest.mark.parametrize("arguments", [{}, {"device": "meta"}, {"timeout": 30}])
+def test_every_sample_and_every_batch_is_counted_once_in_every_stage(cls, arguments):
+    stats = run(cls(), num_epochs=2, persistent_workers=True, **arguments)
+    counts = {stage.name: stage.num_samples for stage in stats.stages}
+    expected = {"load": SIZE, "preprocess": SIZE, "collate": NUM_BATCHES}
+    if "device" in arguments:
+        expected["transfer"] = NUM_BATCHES
+    assert counts == expected
+    assert stats.loop.num_batches == NUM_BATCHES
+    assert stats.num_bytes == 8 * SIZE
+    assert not stats.is_running
+
+
+def test_a_dataset_in_one_piece_is_all_preprocess():
+    stats = run(Squares(SIZE))
+    assert names(stats) == ["preprocess", "collate"]
+    assert stats.stage("preprocess").num_samples == SIZE
+    assert stats.stage("load") is None
+
+
+def test_the_workers_of_an_iterable_dataset_are_measured():
+    stats = run(Sharded(SIZE))
+    assert names(stats) == ["iterate", "collate"]
+    assert stats.stage("iterate").num_samples == SIZE
+    assert stats.stage("collate").num_samples == stats.loop.num_batches == NUM_BATCHES
+
+
+def test_an_executors_workers_say_how_long_they_took():
+    with ThreadPoolExecutor(3) as pool:
+        stats = run(Timed(preprocess=0.002), preprocess_executor=pool)
+    assert names(stats) == ["load", "preprocess", "collate"]
+    stage = stats.stage("preprocess")
+    assert (stage.num_samples, stage.width, stage.num_in_flight) == (SIZE, 3, 0)
+    assert stage.busy_seconds >= 0.002 * SIZE
+    assert stage.cpu_seconds < stage.busy_seconds
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_workers": 0}, {"num_workers": 2, "worker_method": "multiprocessing"}]
+)
+def test_without_worker_threads_the_loop_is_measured(arguments):
+    stats = run(Timed(load=0.002), step_seconds=0.001, **arguments)
+    assert stats.kind == ("caller" if arguments["num_workers"] == 0 else "multiprocessing")
+    assert stats.stages == ()
+    assert stats.loop.num_batches == NUM_BATCHES
+    assert stats.num_bytes == 8 * SIZE
+    assert stats.loop.step_seconds >= 0.001 * NUM_BATCHES
+    assert stats.loop.waited_seconds >= 0.002 * BATCH_SIZE
+    assert stats.elapsed_seconds == pytest.approx(
+        stats.loop.waited_seconds + stats.loop.step_seconds, abs=0.01
+    )
+
+
+def test_bad_samples_and_retries_are_counted():
+    class Flaky(Timed):
+        def __init__(self):
+            super().__init__()
+            self.failed = set()
+
+        def load(self, index):
+            if index == 3 or (index == 5 and index not in self.failed):
+                self.failed.add(index)
+                raise OSError("broken")
+            return index
+
+    policies = [ReplaceBadSamples(max_fraction=None), RetryLoad(2, backoff=0.0)]
+    stats = run(Flaky(), on_error=policies)
+    assert (stats.num_bad_samples, stats.num_retries) == (1, 2)
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+class Touchy:
+    @property
+    def nbytes(self):
+        raise RuntimeError("hands off")
+
+
+@dataclass
+class Point:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_bytes"),
+    [
+        (torch.zeros(3), 12),
+        ([torch.zeros(3), torch.zeros(2, dtype=torch.uint8)], 14),
+        ({"a": torch.zeros(3), "b": [np.zeros(2)], "c": "text"}, 28),
+        (Point(torch.zeros(1), torch.zeros(1)), 8),
+        ((torch.zeros(2, 3), 0), 24),
+        (None, 0),
+        ([0] * 1_000_000, 0),
+        (Slotted(torch.zeros(1)), 4),
+        ([torch.zeros(1), Touchy()], 0),
+        (UserDict(a=torch.zeros(1)), 4),
+    ],
+)
+def test_the_size_of_a_batch_is_that_of_its_tensors_and_arrays(batch, num_bytes):
+    assert num_bytes_of(batch) == num_bytes
+
+
+# -- how long it took -----------------------------------------------------------------------------
+
+
+def test_a_stage_is_busy_as_long_as_its_samples_take():
+    stats = run(Timed(load=0.01, preprocess=0.002, collate=0.004))
+    load, preprocess, collate = stats.stages
+    for stage, seconds in ((load, 0.01), (preprocess, 0.002), (collate, 0.004)):
+        # They sleep: none can take less, and only a machine that is stuck would take twice as long.
+        assert seconds <= stage.mean_seconds < 2 * seconds + 0.005
+        assert 0.9 * seconds <= stage.p50_seconds <= stage.p99_seconds
+        assert stage.busy_seconds == pytest.approx(stage.mean_seconds * stage.num_samples)
+        assert stage.cpu_seconds < 0.5 * stage.busy_seconds
+        assert 0 < stage.utilisation <= 1.01
+
+
+def test_a_slow_sample_shows_in_the_99th_percentile_alone():
+    class OneSlow(Squares):
+        def __getitem__(self, index):
+            time.sleep(0.2 if index == 7 else 0.001)
+            return index
+
+    stage = run(OneSlow(SIZE)).stage("preprocess")
+    assert stage.p50_seconds < 0.05
+    assert stage.p99_seconds > 0.15
+
+
+def test_work_that_needs_a_core_is_told_from_work_that_waits():
+    class Computing(Squares):
+        def __getitem__(self, index):
+            end = time.thread_time() + 0.003
+            while time.thread_time() < end:
+                pass
+            return index
+
+    stage = run(Computing(SIZE)).stage("preprocess")
+    assert 0.003 * SIZE <= stage.cpu_seconds <= 1.3 * 0.003 * SIZE + 0.05
+
+
+def test_all_of_the_workers_time_is_accounted_for():
+    stats = run(
+        Timed(load=0.002, preprocess=0.003, collate=0.002, size=400),
+        num_epochs=2,
+        persistent_workers=True,
+    )
+    load, preprocess, collate = stats.stages
+    of_load = load.busy_seconds + load.starved_seconds + load.blocked_seconds
+    assert of_load == pytest.approx(load.width * stats.elapsed_seconds, rel=0.05)
+    of_cpu = preprocess.busy_seconds + preprocess.starved_seconds + preprocess.blocked_seconds
+    of_cpu += collate.busy_seconds
+    assert of_cpu == pytest.approx(preprocess.width * stats.elapsed_seconds, rel=0.05)
+    assert stats.loop.waited_seconds + stats.loop.step_seconds == pytest.approx(
+        stats.elapsed_seconds, rel=0.01
+    )
+
+
+def test_a_worker_without_work_is_starved_by_a_slow_stage_before_it():
+    stats = run(Timed(load=0.02), num_io_workers=2)
+    preprocess = stats.stage("preprocess")
+    assert preprocess.starved_seconds > 5 * preprocess.blocked_seconds
+    assert preprocess.starved_seconds > 0.5 * preprocess.width * stats.elapsed_seconds
+
+
+@pytest.mark.parametrize("cls", [Timed, TimedAsync])
+def test_a_worker_without_work_is_blocked_by_a_slow_loop(cls):
+    stats = run(cls(), step_seconds=0.02)
+    for name in ("load", "preprocess"):
+        stage = stats.stage(name)
+        assert stage.blocked_seconds > 0.5 * stage.width * stats.elapsed_seconds
+        assert stage.starved_seconds < 0.2 * stage.width * stats.elapsed_seconds
+
+
+def test_the_loop_waits_or_steps():
+    stats = run(Timed(), step_seconds=0.01)
+    assert stats.loop.step_seconds >= 0.01 * NUM_BATCHES
+    assert stats.loop.waited_share < 0.5
+    stats = run(Timed(load=0.02), num_io_workers=1)
+    assert stats.loop.waited_share > 0.9
+    assert stats.loop.first_wait_seconds >= 0.02 * BATCH_SIZE
+
+
+@given(st.floats(1e-7, 1e4), st.integers(1, 1000))
+def test_a_duration_falls_into_a_bucket_of_an_eighth_of_an_octave(seconds, num_samples):
+    tally = Tally()
+    tally.add(num_samples, seconds * num_samples)
+    (bucket,) = [n for n, count in enumerate(tally.counts) if count]
+    assert tally.counts[bucket] == num_samples
+    assert upper_seconds(bucket - 1) * (1 - 1e-9) <= seconds <= upper_seconds(bucket) * (1 + 1e-9)
+    assert upper_seconds(bucket) <= 1.091 * upper_seconds(bucket - 1)
+
+
+# -- while it runs --------------------------------------------------------------------------------
+
+
+class Stuck(Squares):
+    """Samples from the fifth on wait to be let go."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.are_stuck = threading.Barrier(3)
+        self.let_go = threading.Event()
+
+    def __getitem__(self, index):
+        if 4 <= index < 6:
+            self.are_stuck.wait(PATIENCE_SECONDS)
+            assert self.let_go.wait(PATIENCE_SECONDS)
+        return index
+
+
+def test_another_thread_sees_what_goes_on():
+    dataset = Stuck(SIZE)
+    with DataLoader(dataset, batch_size=1, num_workers=2, prefetch_factor=5) as loader:
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+        dataset.are_stuck.wait(PATIENCE_SECONDS)
+        with ThreadPoolExecutor(1) as other:
+            first = other.submit(loader.stats).result()
+            time.sleep(0.05)
+            second = other.submit(loader.stats).result()
+        dataset.let_go.set()
+        list(iterator)
+        third = loader.stats()
+    assert first.is_running
+    assert first.loop.num_batches == 4
+    before, after = first.stage("preprocess"), second.stage("preprocess")
+    assert (before.num_in_flight, after.num_in_flight) == (2, 2)
+    assert before.num_samples == after.num_samples == 4
+    # Both workers have been at their samples all the time.
+    assert after.busy_seconds - before.busy_seconds == pytest.approx(
+        2 * (second.elapsed_seconds - first.elapsed_seconds), rel=0.1
+    )
+    assert second.loop.step_seconds - first.loop.step_seconds >= 0.04
+    assert third.stage("preprocess").num_samples == SIZE
+    assert (third.is_running, third.stage("preprocess").num_in_flight) == (False, 0)
+
+
+def test_the_batches_that_are_ready_are_counted():
+    with DataLoader(Timed(load=0.002), num_workers=2, buffer_size=6) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while loader.stats().num_ready < 6 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert (loader.stats().num_ready, loader.stats().window) == (6, 6)
+
+
+def test_statistics_may_be_asked_for_all_the_time():
+    def ask(loader, is_over):
+        num_seen = []
+        while not is_over.is_set():
+            num_seen.append(loader.stats().loop.num_batches)
+        return num_seen
+
+    is_over = threading.Event()
+    with (
+        DataLoader(Squares(3000), batch_size=2, num_workers=3, persistent_workers=True) as loader,
+        ThreadPoolExecutor(2) as others,
+    ):
+        asked = [others.submit(ask, loader, is_over) for _ in range(2)]
+        for _ in range(3):
+            assert sum(1 for _ in loader) == 1500
+        is_over.set()
+        assert all(len(future.result()) > 0 for future in asked)
+
+
+# -- afterwards -----------------------------------------------------------------------------------
+
+
+def test_before_the_first_batch_there_is_nothing():
+    loader = DataLoader(Squares(SIZE), num_workers=2)
+    for stats in (loader.stats(), pickle.loads(pickle.dumps(loader)).stats()):
+        assert (stats.elapsed_seconds, stats.loop.num_batches, stats.stages) == (0.0, 0, ())
+        assert stats.verdict.kind == "unknown"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_last_epoch_is_kept_until_the_next_begins(num_workers):
+    with DataLoader(Squares(SIZE), batch_size=BATCH_SIZE, num_workers=num_workers) as loader:
+        list(loader)
+        whole = loader.stats()
+        time.sleep(0.02)
+        assert loader.stats() == whole
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+        assert loader.stats().loop.num_batches == 3
+    assert loader.stats().loop.num_batches == 3
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_what_was_broken_off_does_not_go_on(persistent_workers):
+    loader = DataLoader(Timed(load=0.001), num_workers=2, persistent_workers=persistent_workers)
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        del iterator
+        if persistent_workers:
+            loader.close()
+        first = loader.stats()
+        time.sleep(0.02)
+        second = loader.stats()
+        assert not first.is_running
+        assert second.elapsed_seconds == first.elapsed_seconds
+        assert second.stage("load").blocked_seconds == first.stage("load").blocked_seconds
+
+
+def test_a_copy_has_measured_nothing():
+    loader = DataLoader(Squares(SIZE), num_workers=2)
+    list(loader)
+    assert copy.copy(loader).stats().loop.num_batches == 0
+    assert loader.stats().loop.num_batches == SIZE
+
+
+def test_statistics_keep_neither_dataset_nor_batches_alive():
+    seen: weakref.WeakSet = weakref.WeakSet()
+
+    class Sample:
+        pass
+
+    class Weak(Dataset):
+        def __init__(self):
+            self.seen = seen
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            sample = Sample()
+            self.seen.add(sample)
+            return sample
+
+    dataset = Weak()
+    loader = DataLoader(dataset, num_workers=2, collate_fn=list)
+    iterator = iter(loader)
+    next(iterator)
+    ref, stats = weakref.ref(dataset), loader._measurement
+    del iterator, loader, dataset
+    gc.collect()
+    assert ref() is None
+    assert len(seen) == 0
+    assert stats.read()[1].num_batches == 1
+
+
+def test_a_snapshot_is_plain_data():
+    stats = run(Timed())
+    plain = stats.as_dict()
+    assert plain["stages"][0]["name"] == "load"
+    assert plain["stages"][0]["samples_per_second"] == stats.stages[0].samples_per_second
+    assert plain["verdict"]["kind"] == stats.verdict.kind
+    assert pickle.loads(pickle.dumps(stats)) == stats
+
+
+# -- in the log -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_workers": 0}, {}, {"worker_method": "multiprocessing"}, {"persistent_workers": True}],
+)
+def test_a_line_is_logged_once_in_an_interval(arguments, caplog):
+    caplog.set_level(logging.INFO, logger="spdl_torch")
+    started = time.monotonic()
+    run(Timed(), step_seconds=0.02, stats_interval=0.05, num_epochs=2, **arguments)
+    most = (time.monotonic() - started) / 0.05
+    lines = [record.getMessage() for record in caplog.records if record.name == "spdl_torch"]
+    assert 4 <= len(lines) <= most
+    assert all("batches/s" in line and "\n" not in line for line in lines)
+
+
+def test_nothing_is_logged_unless_it_was_asked_for(caplog):
+    caplog.set_level(logging.DEBUG, logger="spdl_torch")
+    run(Timed())
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("interval", [0, -1, "5"])
+def test_an_interval_is_a_number_of_seconds(interval):
+    with pytest.raises(ValueError, match="stats_interval must be a number of seconds"):
+        DataLoader(Squares(4), stats_interval=interval)
+
+
+# -- in torch's profiler --------------------------------------------------------------------------
+
+
+def marks(dataset, **arguments):
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=config) as profile:
+        run(dataset, **arguments)
+    return {event.name for event in profile.events() if event.name.startswith("spdl_torch.")}
+
+
+@pytest.mark.parametrize("cls", [Timed, TimedAsync])
+def test_a_profiler_of_all_threads_finds_the_work_of_every_stage(cls):
+    expected = {f"spdl_torch.{stage}" for stage in ("load", "preprocess", "collate", "transfer")}
+    assert marks(cls(), device="meta") == expected
+    assert marks(cls(), device="meta", persistent_workers=True, num_epochs=2) == expected
+
+
+def test_a_profiler_finds_the_work_of_an_iterable_datasets_workers():
+    assert marks(Sharded(SIZE)) == {"spdl_torch.iterate", "spdl_torch.collate"}

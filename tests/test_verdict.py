@@ -1,0 +1,269 @@
+"""What a loader says about its own bottleneck: pipelines whose bottleneck is known."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+import torch
+
+from spdl_torch import DataLoader, LoaderStats, LoopStats, StagedDataset, StageStats
+
+NUM_CORES = torch._utils.cpu_count() or 1
+BLOCK = bytes(4 << 20)
+
+
+def compute(num_times=1):
+    """Keep a core busy for some milliseconds, without the interpreter's lock."""
+    for _ in range(num_times):
+        hashlib.sha256(BLOCK).digest()
+
+
+def think(seconds):
+    """Keep a core busy for so long, and the lock with it."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(number * number for number in range(200))
+
+
+class Work(StagedDataset):
+    """Samples of which each stage takes so many seconds of some kind."""
+
+    def __init__(self, size, load=lambda: None, preprocess=lambda: None, collate=lambda: None):
+        self.size, self.of_load, self.of_preprocess, self.of_collate = (
+            size,
+            load,
+            preprocess,
+            collate,
+        )
+
+    def __len__(self):
+        return self.size
+
+    def load(self, index):
+        self.of_load()
+        return index
+
+    def preprocess(self, raw):
+        self.of_preprocess()
+        return raw
+
+    def collate(self, samples):
+        self.of_collate()
+        return samples
+
+
+def stats_of(dataset, num_workers=2, *, step=lambda: None, **arguments):
+    with DataLoader(dataset, batch_size=8, num_workers=num_workers, **arguments) as loader:
+        for _ in loader:
+            step()
+        return loader.stats()
+
+
+PIPELINES = {
+    "io-bound": (Work(400, load=lambda: time.sleep(0.01)), 2, None),
+    "cpu-bound": (Work(200, preprocess=compute), NUM_CORES, None),
+    "gil-bound": (Work(200, preprocess=lambda: think(0.004)), 4, None),
+    "collate-bound": (Work(320, collate=lambda: compute(8)), 2, None),
+    "training-bound": (Work(400), 2, lambda: time.sleep(0.02)),
+    "oversubscribed": (Work(300, preprocess=compute), 8 * NUM_CORES, None),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_the_bottleneck_of_a_pipeline_is_found(kind):
+    dataset, num_workers, step = PIPELINES[kind]
+    stats = stats_of(dataset, num_workers, step=step or (lambda: None))
+    assert stats.verdict.kind == kind, f"{stats.verdict}\n{stats}"
+
+
+# -- rule by rule ---------------------------------------------------------------------------------
+
+SECONDS = 10.0
+
+
+def stage(name, width, busy, *, cpu=0.0, queued=0.0, workers="thread"):
+    """A stage of which so many workers were busy, on average."""
+    return StageStats(
+        name=name,
+        width=width,
+        elapsed_seconds=SECONDS,
+        num_samples=1000,
+        busy_seconds=busy * SECONDS,
+        cpu_seconds=cpu * SECONDS,
+        queued_seconds=queued * SECONDS,
+        starved_seconds=0.0,
+        blocked_seconds=0.0,
+        num_in_flight=0,
+        mean_seconds=busy * SECONDS / 1000,
+        p50_seconds=0.0,
+        p99_seconds=0.0,
+        histogram=(),
+        workers=workers,
+    )
+
+
+def verdict(*stages, kind="thread", waited=0.9, wake_seconds=0.0, num_cores=4, num_batches=100):
+    return LoaderStats(
+        kind=kind,
+        is_running=False,
+        elapsed_seconds=SECONDS,
+        stages=stages,
+        loop=LoopStats(
+            num_batches=num_batches,
+            waited_seconds=waited * SECONDS,
+            first_wait_seconds=0.0,
+            step_seconds=(1 - waited) * SECONDS,
+            wake_seconds=wake_seconds,
+        ),
+        window=8,
+        num_ready=0,
+        num_bytes=0,
+        num_bad_samples=0,
+        num_retries=0,
+        num_cores=num_cores,
+    ).verdict
+
+
+COLLATE = stage("collate", 4, 0.1, cpu=0.1)
+IDLE_EXECUTOR = stage("preprocess", 2, 0.5, cpu=0.5, workers="executor")
+
+CASES = {
+    "too few batches": (
+        verdict(num_batches=1),
+        "unknown",
+        "unknown: 1 batches are too few to tell.",
+        "Iterate over the loader",
+    ),
+    "the loop hardly waits": (
+        verdict(stage("preprocess", 4, 4.0, cpu=4.0), COLLATE, waited=0.04),
+        "training-bound",
+        "the loop waited 4 % of its time, its steps took 96.0 ms each.",
+        "not your problem",
+    ),
+    "in the loop's own thread": (
+        verdict(kind="caller"),
+        "unthreaded",
+        "the loop waited 90 % of its time",
+        "Set num_workers=4",
+    ),
+    "in processes": (
+        verdict(kind="multiprocessing"),
+        "process-bound",
+        "which are not measured",
+        "Raise num_workers",
+    ),
+    "reading": (
+        verdict(stage("load", 16, 15.9, cpu=0.5), stage("preprocess", 4, 0.8, cpu=0.7), COLLATE),
+        "io-bound",
+        "15.9 of 16 load workers busy, and they waited 97 % of that, preprocess idle 78 %.",
+        "Raise num_io_workers (now 16).",
+    ),
+    "reading in one piece": (
+        verdict(stage("preprocess", 4, 3.8, cpu=0.4), COLLATE),
+        "io-bound",
+        "3.9 of 4 preprocess workers busy",
+        "Raise num_cpu_workers (now 4), or split the dataset",
+    ),
+    "an iterable dataset that reads": (
+        verdict(stage("iterate", 4, 3.8, cpu=0.4), COLLATE),
+        "io-bound",
+        "3.9 of 4 iterate workers busy",
+        "Raise num_workers (now 4)",
+    ),
+    "decoding with cores to spare": (
+        verdict(stage("load", 16, 3.0, cpu=0.1), stage("preprocess", 2, 1.9, cpu=1.9)),
+        "cpu-bound",
+        "1.9 of 2 preprocess workers busy, using 1.9 of 4 cores, load idle 81 %.",
+        "Raise num_cpu_workers to 4, the number of cores.",
+    ),
+    "decoding on all cores": (
+        verdict(stage("preprocess", 4, 3.8, cpu=3.7), COLLATE),
+        "cpu-bound",
+        "using 3.8 of 4 cores",
+        "All cores are taken: decode images with ImageLoader",
+    ),
+    "decoding beside another program": (
+        verdict(stage("preprocess", 4, 3.8, cpu=1.5, queued=2.2), COLLATE),
+        "cpu-bound",
+        "using 1.6 of 4 cores",
+        "They waited 56 % of their time for a core",
+    ),
+    "computing in load": (
+        verdict(stage("load", 4, 3.9, cpu=3.8), stage("preprocess", 4, 0.1, cpu=0.1), COLLATE),
+        "cpu-bound",
+        "3.9 of 4 load workers busy",
+        "Move what computes from load to preprocess",
+    ),
+    "holding the lock": (
+        verdict(stage("preprocess", 4, 3.9, cpu=0.9, queued=0.1), COLLATE, wake_seconds=0.006),
+        "gil-bound",
+        "4.0 of 4 preprocess workers busy, but they use 1.0 cores",
+        "Use preprocess_executor=ProcessPoolExecutor(...)",
+    ),
+    "as many cores, but woken at once": (
+        verdict(stage("preprocess", 4, 3.9, cpu=0.9, queued=0.1), COLLATE, wake_seconds=0.0001),
+        "io-bound",
+        "they waited 72 % of that",
+        "Raise num_cpu_workers",
+    ),
+    "too many threads": (
+        verdict(stage("preprocess", 32, 31.0, cpu=3.8, queued=20.0), COLLATE),
+        "oversubscribed",
+        "on 4 cores, 23.9 of them with a core or waiting for one.",
+        "Set num_cpu_workers=4",
+    ),
+    "too many threads, where nobody counts the waiting": (
+        verdict(stage("preprocess", 32, 31.0, cpu=3.8), COLLATE),
+        "oversubscribed",
+        "31.1 of 32 preprocess workers busy",
+        "Set num_cpu_workers=4",
+    ),
+    "batches": (
+        verdict(stage("preprocess", 4, 0.5, cpu=0.5), stage("collate", 4, 3.3, cpu=3.3)),
+        "collate-bound",
+        "3.3 of 4 workers make batches, 33.0 ms each",
+        "default collate",
+    ),
+    "batches behind an executor": (
+        verdict(IDLE_EXECUTOR, stage("collate", 2, 1.9, cpu=1.9)),
+        "collate-bound",
+        "1.9 of 2 workers make batches",
+        "default collate",
+    ),
+    "an executor": (
+        verdict(stage("preprocess", 2, 1.9, cpu=1.8, workers="executor"), stage("collate", 2, 0.1)),
+        "cpu-bound",
+        "1.9 of 2 preprocess workers busy",
+        "Raise the number of the executor's workers to 4",
+    ),
+    "an executor of an unknown size": (
+        verdict(stage("preprocess", None, 3.0, cpu=2.9, workers="executor")),
+        "cpu-bound",
+        "3.0 preprocess workers busy",
+        "All cores are taken",
+    ),
+    "the copy to the device": (
+        verdict(stage("preprocess", 4, 1.0, cpu=1.0), COLLATE, stage("transfer", 1, 0.9)),
+        "transfer-bound",
+        "a batch takes 9.0 ms to the device, preprocess idle 72 %.",
+        "Send less",
+    ),
+    "nobody": (
+        verdict(stage("load", 16, 2.0), stage("preprocess", 4, 0.5, cpu=0.5), COLLATE),
+        "window-bound",
+        "the loop waited 90 % of its time, but only 0.6 of 4 preprocess workers busy",
+        "Raise prefetch_factor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_verdict_has_the_figures_and_one_advice(name):
+    found, kind, words, advice = CASES[name]
+    assert found.kind == kind
+    assert found.sentence.startswith(f"{kind}: ")
+    assert words in found.sentence
+    assert advice in found.advice
+    assert str(found) == f"{found.sentence} {found.advice}"

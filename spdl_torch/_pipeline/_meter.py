@@ -36,8 +36,8 @@ __all__ = [
 LAP_SECONDS: Final = 0.0002
 """Samples that take longer are timed one by one: to read both clocks takes a microsecond."""
 
-_ONE_IN: Final = 16
-"""Of cheaper ones, and of batches that are made in less, one in so many stands for the others where
+_ALL_BUT_ONE: Final = 15
+"""Of cheaper ones, and of batches that are made in less, one in sixteen stands for the others where
 it is asked how long they take. How many there are, and how long all of them took, is exact."""
 
 # -- how long samples take ------------------------------------------------------------------------
@@ -59,8 +59,10 @@ def upper_seconds(bucket: int) -> float:
     return float(2.0 ** ((bucket - _NUM_BELOW_A_SECOND) / _NUM_PER_OCTAVE))
 
 
+_CPU_READ_SECONDS: Final = 0.001
+"""How often a thread that does short tasks looks up how long a core was at work for it,"""
 _QUEUE_READ_SECONDS: Final = 0.05
-"""How often a thread looks up how long it has waited for a core, which takes some microseconds."""
+"""and any thread how long it has waited for one, which takes some ten microseconds to find out."""
 
 
 def _seconds_in_queue() -> float:
@@ -187,6 +189,7 @@ class WorkerMeter:
     __slots__ = (
         "_at",
         "_cpu_at",
+        "_cpu_read",
         "_num_batches",
         "_queued_at",
         "_queued_read",
@@ -207,12 +210,12 @@ class WorkerMeter:
         self.starved_seconds = 0.0
         self.blocked_seconds = 0.0
         self.recorder: Recorder | None = None
+        self._cpu_at = self._cpu_read = 0.0
         self._queued_at = self._queued_read = 0.0
         """What the system had counted when it was last asked, and when that was."""
         self._state = _UNSTARTED
         self._at = 0.0
         """Since when it has been in this state, or at this sample."""
-        self._cpu_at = 0.0
         self._num_batches = 0
 
     def start(self) -> None:
@@ -246,28 +249,30 @@ class WorkerMeter:
 
         """
         now = time.monotonic()
+        seconds = now - self._at
         samples = self.samples
         samples.num_samples += num_samples
-        samples.busy_seconds += now - self._at
+        samples.busy_seconds += seconds
         self._num_batches += 1
-        if num_samples > 0 and not self._num_batches % _ONE_IN:
-            samples.count(_ONE_IN * num_samples, (now - self._at) / num_samples)
+        if num_samples > 0 and not self._num_batches & _ALL_BUT_ONE:
+            samples.count((_ALL_BUT_ONE + 1) * num_samples, seconds / num_samples)
         self._at = now
         self._state = _AT_BATCH
         return now
 
     def end_batch(self, stage: str, batch: int) -> None:
         self._state = _AT_SAMPLES
-        seconds = time.monotonic() - self._at
+        now = time.monotonic()
+        seconds = now - self._at
         if seconds > LAP_SECONDS or self.recorder is not None:
             self._lap(self.batches, stage, batch, 1, None)
             return
         batches = self.batches
         batches.num_samples += 1
         batches.busy_seconds += seconds
-        if not self._num_batches % _ONE_IN:
-            batches.count(_ONE_IN, seconds)
-        self._at += seconds
+        if not self._num_batches & _ALL_BUT_ONE:
+            batches.count(_ALL_BUT_ONE + 1, seconds)
+        self._at = now
 
     def _lap(self, tally: Tally, stage: str, batch: int, num_samples: int, index: Any) -> None:
         now = time.monotonic()
@@ -276,16 +281,18 @@ class WorkerMeter:
         tally.add(num_samples, seconds)
         if seconds > LAP_SECONDS:
             # What shorter ones have used is counted here too: as little as they are worth.
-            cpu_now = time.thread_time()
-            tally.cpu_seconds += cpu_now - self._cpu_at
-            self._cpu_at = cpu_now
-            if now - self._queued_read > _QUEUE_READ_SECONDS:
-                self._read_queue(tally, now)
+            self._read_cpu(tally, now)
         if self.recorder is not None:
             text = _text_of(index)
             self.recorder(Lap(stage, self.worker, started, now, batch, num_samples, text))
 
-    def _read_queue(self, tally: Tally, now: float) -> None:
+    def _read_cpu(self, tally: Tally, now: float) -> None:
+        self._cpu_read = now
+        cpu_seconds = time.thread_time()
+        tally.cpu_seconds += cpu_seconds - self._cpu_at
+        self._cpu_at = cpu_seconds
+        if now - self._queued_read < _QUEUE_READ_SECONDS:
+            return
         self._queued_read = now
         queued = _seconds_in_queue()
         tally.queued_seconds += queued - self._queued_at
@@ -299,11 +306,8 @@ class WorkerMeter:
         """There is no more work for now; gives the time."""
         now = time.monotonic()
         self.samples.busy_seconds += now - self._at
-        cpu_now = time.thread_time()
-        self.samples.cpu_seconds += cpu_now - self._cpu_at
-        self._cpu_at = cpu_now
-        if now - self._queued_read > _QUEUE_READ_SECONDS:
-            self._read_queue(self.samples, now)
+        if now - self._cpu_read > _CPU_READ_SECONDS:
+            self._read_cpu(self.samples, now)
         self._at = now
         self._state = _STARVED if is_starved else _BLOCKED
         return now
@@ -505,43 +509,44 @@ class ConsumerMeter:
         self.started: float | None = None
         """When it first asked for a batch."""
         self._at = 0.0
-        self._is_waiting = False
+        self._is_waiting = True
 
     def ask(self) -> float:
         """The loop asks for a batch; gives the time."""
         now = time.monotonic()
-        if self.started is None:
-            self.started = self._at = now
-        elif not self._is_waiting:  # Or else it was interrupted, and asks again.
-            self.step_seconds += now - self._at
+        if not self._is_waiting:  # Or else it was interrupted, and asks again.
+            self._is_waiting = True
             if self.recorder is not None:
                 self.recorder(Lap("step", "loop", self._at, now, self.num_batches - 1, 0, None))
+            self.step_seconds += now - self._at
             self._at = now
-        self._is_waiting = True
+        elif self.started is None:
+            self.started = self._at = now
         return now
 
     def get(self) -> float:
         """The loop gets a batch, or is told that there is none; gives the time."""
         now = time.monotonic()
-        self.waited_seconds += now - self._at
-        if self.num_batches == 0:
-            self.first_wait_seconds = now - self._at
+        self._is_waiting = False
         if self.recorder is not None:
             self.recorder(Lap("wait", "loop", self._at, now, self.num_batches, 0, None))
+        if self.num_batches == 0:
+            self.first_wait_seconds = now - self._at
+        self.waited_seconds += now - self._at
         self._at = now
-        self._is_waiting = False
         return now
 
     def get_batch(self, num_bytes: int = 0) -> float:
         """The same for a batch, and its size if that is known already."""
-        self.num_bytes += num_bytes
         now = self.get()
         self.num_batches += 1
+        self.num_bytes += num_bytes
         return now
 
     def reading(self, now: float) -> ConsumerReading:
+        has_begun = self.started is not None
+        is_waiting = has_begun and self._is_waiting
         seconds = max(0.0, now - self._at)
-        is_waiting, has_begun = self._is_waiting, self.started is not None
         return ConsumerReading(
             self.num_batches,
             self.num_bytes,

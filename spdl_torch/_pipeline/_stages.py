@@ -308,7 +308,7 @@ class ThreadStage:
             if signal.is_closed:
                 continue
             try:
-                place.since = meter.at
+                place.since = started
                 place.record = job.record
                 num_samples += self._do(job, tools)
             except BaseException as error:

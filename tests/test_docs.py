@@ -1,0 +1,166 @@
+"""Every piece of Python in the README and the docs runs, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
+
+import spdl_torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page):
+    return [textwrap.dedent(match[2]) for match in BLOCK.finditer(page.read_text())]
+
+
+# -- what the pages speak of ----------------------------------------------------------------------
+
+
+class Client:
+    async def get(self, url):
+        return url
+
+
+class Response:
+    def __init__(self, content):
+        self.content = content
+
+
+class Texts(torch.utils.data.Dataset):
+    """Can be sent to the processes of a pool."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return index
+
+
+def decode(raw):
+    return torch.full((4,), float(len(raw)))
+
+
+def read(path):
+    return Path(path).read_bytes()
+
+
+def train(batch=None):
+    pass
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch):
+    """Names that a reader has in mind."""
+    monkeypatch.chdir(tmp_path)
+    # It wants the archives of the real one.
+    monkeypatch.setattr(torchvision.datasets, "ImageNet", torchvision.datasets.ImageFolder)
+    # Eight processes would take longer to start than all the rest.
+    monkeypatch.setattr(
+        concurrent.futures, "ProcessPoolExecutor", concurrent.futures.ThreadPoolExecutor
+    )
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        folder = tmp_path / "images" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (60, 80, 3), np.uint8)
+        PIL.Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    paths = sorted((tmp_path / "images").rglob("*.jpg"))
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).to(device)
+    photos = spdl_torch.StagedDataset.from_functions(paths, load=read, preprocess=decode)
+    dataset = TensorDataset(torch.rand(128, 3, 2, 2), torch.zeros(128, dtype=torch.long))
+    return {
+        **{name: getattr(spdl_torch, name) for name in spdl_torch.__all__},
+        "Image": PIL.Image,
+        "ImageFolder": torchvision.datasets.ImageFolder,
+        "ProcessPoolExecutor": concurrent.futures.ProcessPoolExecutor,
+        "batch": torch.zeros(2),
+        "client": Client(),
+        "criterion": nn.CrossEntropyLoss(),
+        "dataset": dataset,
+        "decode": decode,
+        "image": torch.zeros(3, 8, 8),
+        "loader": spdl_torch.DataLoader(dataset, batch_size=8, num_workers=2),
+        "mask": torch.zeros(3, 8, 8),
+        "model": model,
+        "path": tmp_path / "checkpoint.pt",
+        "paths": paths,
+        "photos": photos,
+        "read": read,
+        "response": Response(paths[0].read_bytes()),
+        "root": tmp_path / "images",
+        "seed": 1,
+        "spdl_torch": spdl_torch,
+        "texts": Texts(),
+        "torch": torch,
+        "train": train,
+        "transform": v2.RandomHorizontalFlip(),
+        "urls": ["a", "b", "c"] * 30,
+        "v2": v2,
+        "words": ["one", "two"],
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
+)
+def test_the_code_of_a_page_runs(page, setting, capsys):
+    if not torch.cuda.is_available():
+        setting["batch"] = setting["batch"].to("meta")
+    for block in blocks(page):
+        if not torch.cuda.is_available():
+            block = block.replace('"cuda"', '"meta"')  # noqa: PLW2901
+        before = setting["loader"]
+        exec(compile(block, page.name, "exec"), setting)
+        # A loader that could not give a batch would be no example.
+        loader = setting["loader"]
+        if loader is not before and "Pool" not in block:
+            assert next(iter(loader)) is not None
+
+
+# -- what the pages say ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_of_ours_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+            assert anchor in slugs, target
+
+
+def test_every_argument_is_explained_to_those_who_come_from_torch():
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    parameters = list(inspect.signature(spdl_torch.DataLoader).parameters)
+    rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    explained = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(explained) == sorted(parameters)
+
+
+def test_every_argument_of_ours_is_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    theirs = inspect.signature(torch.utils.data.DataLoader).parameters
+    ours = set(inspect.signature(spdl_torch.DataLoader).parameters) - set(theirs)
+    for name in ours - {"snapshot_every_n_steps"}:  # Has no effect.
+        assert f"| `{name}` |" in text, name

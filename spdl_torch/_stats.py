@@ -203,10 +203,8 @@ def stats_of(measurement: Measurement, remedies: Remedies) -> LoaderStats:
 
 def num_bytes_of(batch: Any) -> int:
     """How large the tensors and arrays in a batch are together."""
-    if type(batch) is Tensor:
-        return batch.nbytes
     try:
-        return _num_bytes_in(batch)
+        return batch.nbytes if type(batch) is Tensor else _num_bytes_in(batch)
     except Exception:  # A batch may be anything of the user's. A figure is not worth an error.
         return 0
 

@@ -22,8 +22,8 @@ _AT_WORK: Final = 0.5
 """Who uses a core, or waits for one, for a larger share of its busy time does CPU work."""
 _ASLEEP: Final = 0.33
 """Who does neither for so large a share, while between them all"""
-_ONE_AT_A_TIME: Final = 2.0
-"""hardly more than one is at work at any time, waits for the interpreter's lock,"""
+_ONE_CORE: Final = 1.25
+"""hardly more than one core is at work, waits for the interpreter's lock,"""
 _SLOW_WAKE_SECONDS: Final = 0.001
 """if a thread that is woken takes so long to go on."""
 _TOO_MANY: Final = 1.5
@@ -197,7 +197,8 @@ def _lock(stats: LoaderStats) -> Verdict | None:
     if (
         stats.num_cores < 2
         or busiest.stage.workers != "thread"
-        or not _AT_WORK < busiest.num_at_work < _ONE_AT_A_TIME
+        or busiest.num_at_work < _AT_WORK
+        or busiest.num_cores_used > _ONE_CORE
         or 1 - busiest.at_work_share < _ASLEEP
         or stats.loop.wake_seconds < _SLOW_WAKE_SECONDS
     ):

@@ -183,6 +183,7 @@ class Point:
         (None, 0),
         ([0] * 1_000_000, 0),
         (Slotted(torch.zeros(1)), 4),
+        (torch.zeros(3).to_sparse(), 0),
         ([torch.zeros(1), Touchy()], 0),
         (UserDict(a=torch.zeros(1)), 4),
     ],

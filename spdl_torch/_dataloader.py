@@ -265,14 +265,15 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """Run some batches, and each stage by itself, and say where the time goes.
 
         A loader like this one does it: this one, its sampler and the process-wide generators are
-        left where they are. It takes a few seconds more than the batches.
+        left where they are. (A `step` is really done, twice for each batch: a model is trained.)
+        It takes a few seconds more than the batches.
 
         Args:
-            num_batches: how many batches.
+            num_batches: how many batches, at most an epoch's.
             step: what the training loop does with a batch. With it the profile says what bounds the
                 loop, and how fast it would be if loading took no time; without, what bounds the
                 loader.
-            sweep: measure each stage by itself with 1, 2, 4, … workers.
+            sweep: measure each stage by itself with 1, 2, 4, … workers, if they are threads.
 
         """
         from ._profiling._run import make_profile  # noqa: PLC0415 (it imports this file)

@@ -149,6 +149,7 @@ class CallerIterator(_Iterator):
         self._num_drawn = 0
         self._is_closed = False
         self._measurement = loader._measurement = Measurement("caller")
+        weakref.finalize(self, self._measurement.end).atexit = False
         self._stats_log = _stats_log(loader)
         self._randomness: Any = _nothing
         if isinstance(progress, IterableProgress):
@@ -179,17 +180,24 @@ class CallerIterator(_Iterator):
     def _shutdown_workers(self) -> None:
         # There are none, but frameworks and the loader say so when they are done with it.
         self._is_closed = True
+        self._measurement.end()
 
     def _next_data(self) -> Any:
         if self._is_closed:
             raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+        self._measurement.begin()
         self._measurement.consumer.ask()
         try:
             batch = self._make_batch_for_device()
+        except StopIteration:
+            self._measurement.consumer.get()
+            self._measurement.end()
+            raise
         except BaseException:
             self._measurement.consumer.get()
             raise
-        self._measurement.consumer.get_batch(num_bytes_of(batch))
+        self._measurement.consumer.get()
+        self._measurement.consumer.count(num_bytes_of(batch))
         if self._stats_log is not None:
             self._stats_log.at_batch()
         return batch
@@ -209,7 +217,6 @@ class CallerIterator(_Iterator):
                 samples = self._reader.draw(drawn)
         except StopIteration:
             self._progress.is_over = True
-            self._measurement.end()
             raise
         except Exception:
             if self._dataset_kind == _DatasetKind.Iterable:
@@ -273,6 +280,7 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
 
     def __next__(self) -> Any:
         num_received = self._rcvd_idx
+        self._measurement.begin()
         self._measurement.consumer.ask()
         try:
             batch = super().__next__()
@@ -290,7 +298,8 @@ class ProcessIterator(_MultiProcessingDataLoaderIter, _Iterator):
         if self._device is not None:
             with _NoStopIteration():
                 batch = transfer(batch, self._device)
-        self._measurement.consumer.get_batch(num_bytes_of(batch))
+        self._measurement.consumer.get()
+        self._measurement.consumer.count(num_bytes_of(batch))
         if self._stats_log is not None:
             self._stats_log.at_batch()
         return batch
@@ -420,6 +429,7 @@ class _Epoch:
             torch.set_num_threads(num_threads)
 
     def next_batch(self) -> Any:
+        self.pipeline.measurement.begin()
         if not self.pipeline.is_started and self.pipeline.is_usable:
             self.start()
         # torch marks every batch for a profiler, running or not, which takes about as long as
@@ -457,7 +467,7 @@ class _Epoch:
         batch = record.take()
         if self.transfer is not None:
             batch = self.transfer.receive(batch)
-        self.pipeline.measurement.consumer.num_bytes += num_bytes_of(batch)
+        self.pipeline.measurement.consumer.count(num_bytes_of(batch))
         if self.stats_log is not None:
             self.stats_log.at_batch()
         return batch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import UserDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,9 @@ __all__ = ["LoaderStats", "LoopStats", "StageStats", "num_bytes_of", "stats_of"]
 _MIDDLE_OF_BUCKET = 2 ** (-1 / 16)
 """A bucket is an eighth of an octave wide."""
 
-_MAX_OBJECTS = 1000
+_MAX_OBJECTS = 256
 """Of a batch that are looked at for their size. One made of many more is not made of tensors."""
+_WITHOUT_SIZE = (str, bytes, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class StageStats:
     """Far more than `p50_seconds`: a few slow samples hold up their batches. A larger `buffer_size`
     or `in_order=False` lets others go on. (Of samples that take less than a fifth of a millisecond
     only the mean of one batch in sixteen is measured.)"""
-    histogram: tuple[tuple[float, int], ...]
+    histogram: tuple[tuple[float, int], ...] = dataclasses.field(repr=False)
     """How many took at most so many seconds and more than the line before says."""
     workers: str = "thread"
     """Who they are: `thread`, `async` for the calls on an event loop, or `executor`."""
@@ -71,7 +74,9 @@ class StageStats:
     @property
     def num_busy(self) -> float:
         """How many workers were busy, on average."""
-        return _ratio(self.busy_seconds, self.elapsed_seconds)
+        num_busy = _ratio(self.busy_seconds, self.elapsed_seconds)
+        # What they were at when the epoch was broken off, they may have gone on with.
+        return num_busy if self.width is None else min(num_busy, float(self.width))
 
     @property
     def utilisation(self) -> float:
@@ -90,7 +95,7 @@ class LoopStats:
     first_wait_seconds: float
     """Of those, the ones until the first batch came."""
     step_seconds: float
-    """Spent with the batches, outside of `next()`."""
+    """Spent with the batches, outside of `next()`. A step counts when it is done."""
     wake_seconds: float
     """Mean time from a batch being ready to the waiting loop going on. Near five milliseconds or
     more, Python's switch interval: other threads hold the interpreter's lock."""
@@ -100,6 +105,12 @@ class LoopStats:
         """The share of the epoch spent waiting, after the first batch."""
         waited = self.waited_seconds - self.first_wait_seconds
         return _ratio(waited, waited + self.step_seconds)
+
+    @property
+    def batches_per_second(self) -> float:
+        """After the first batch."""
+        seconds = self.waited_seconds - self.first_wait_seconds + self.step_seconds
+        return _ratio(self.num_batches - 1, seconds)
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,13 @@ class LoaderStats:
     num_retries: int
     num_cores: int
     """That this process may use."""
+    cpu_seconds: float = 0.0
+    """Of the whole process, the training loop included."""
+
+    def __str__(self) -> str:
+        from ._profiling._table import stats_table  # noqa: PLC0415 (which shows more than this)
+
+        return stats_table(self)
 
     @property
     def verdict(self) -> Verdict:
@@ -147,7 +165,10 @@ class LoaderStats:
             }
             for stage in self.stages
         ]
-        loop = dataclasses.asdict(self.loop) | {"waited_share": self.loop.waited_share}
+        loop = dataclasses.asdict(self.loop) | {
+            "waited_share": self.loop.waited_share,
+            "batches_per_second": self.loop.batches_per_second,
+        }
         return dataclasses.asdict(self) | {
             "stages": stages,
             "loop": loop,
@@ -179,7 +200,7 @@ def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
 
 
 def stats_of(measurement: Measurement, remedies: Remedies) -> LoaderStats:
-    elapsed_seconds, consumer, stages = measurement.read()
+    elapsed_seconds, cpu_seconds, consumer, stages = measurement.read()
     return LoaderStats(
         kind=measurement.kind,
         is_running=measurement.is_running,
@@ -198,33 +219,35 @@ def stats_of(measurement: Measurement, remedies: Remedies) -> LoaderStats:
         num_bad_samples=len(remedies.bad_samples),
         num_retries=remedies.num_retries,
         num_cores=cpu_count() or 1,
+        cpu_seconds=cpu_seconds,
     )
 
 
 def num_bytes_of(batch: Any) -> int:
     """How large the tensors and arrays in a batch are together."""
-    try:
-        return batch.nbytes if type(batch) is Tensor else _num_bytes_in(batch)
-    except Exception:  # A batch may be anything of the user's. A figure is not worth an error.
-        return 0
-
-
-def _num_bytes_in(batch: Any) -> int:
     num_bytes = 0
     to_see = [batch]
-    for _ in range(_MAX_OBJECTS):
-        if not to_see:
-            break
-        value = to_see.pop()
-        if isinstance(found := getattr(value, "nbytes", None), int):
-            num_bytes += found
-        elif isinstance(value, dict | UserDict):
-            to_see += value.values()
-        elif isinstance(value, list | tuple):
-            to_see += value[:_MAX_OBJECTS]
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            to_see += [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for value in itertools.islice(to_see, _MAX_OBJECTS):
+        kind = type(value)
+        try:
+            if kind is Tensor or hasattr(kind, "nbytes"):
+                num_bytes += value.nbytes
+            else:
+                to_see += _parts_of(value, kind)
+        except Exception:  # It may be anything of the user's, and a figure is not worth an error.
+            continue
     return num_bytes
+
+
+def _parts_of(value: Any, kind: type) -> Iterable[Any]:
+    if issubclass(kind, dict | UserDict):
+        return list(value.values())
+    if issubclass(kind, list | tuple):
+        # Many numbers or words have no tensor among them.
+        return () if value and type(value[0]) in _WITHOUT_SIZE else value[:_MAX_OBJECTS]
+    if dataclasses.is_dataclass(kind):
+        return [getattr(value, field.name) for field in dataclasses.fields(kind)]
+    return ()
 
 
 def _quantile(histogram: list[tuple[float, int]], share: float) -> float:

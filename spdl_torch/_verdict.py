@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ _ONE_CORE: Final = 1.25
 """hardly more than one core is at work, waits for the interpreter's lock,"""
 _SLOW_WAKE_SECONDS: Final = 0.001
 """if a thread that is woken takes so long to go on."""
+_CROWDED_SECONDS: Final = 0.01
+"""If it takes so long, even those asleep only wait for their turn."""
 _TOO_MANY: Final = 1.5
-"""So many at work for each core get in each other's way."""
+"""So many times the workers that the cores have use for get in each other's way."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,13 @@ class _Crew:
 
     @property
     def num_busy(self) -> float:
-        return self.busy_seconds / self.stage.elapsed_seconds
+        num_busy = self.busy_seconds / self.stage.elapsed_seconds
+        return num_busy if self.stage.width is None else min(num_busy, float(self.stage.width))
 
     @property
     def utilisation(self) -> float:
-        # An executor that does not say how many workers it has is busy if it has anything to do.
-        return self.num_busy / (self.stage.width or min(1.0, self.num_busy) or 1.0)
+        # An executor that does not say how many workers it has is busy if one of them is.
+        return min(1.0, self.num_busy / (self.stage.width or 1))
 
     @property
     def at_work_share(self) -> float:
@@ -131,6 +135,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
 def _waited(stats: LoaderStats) -> str:
     return f"the loop waited {_percent(stats.loop.waited_share)} of its time"
 
@@ -148,13 +156,26 @@ def _too_early(stats: LoaderStats) -> Verdict | None:
     )
 
 
+def _first_batch(stats: LoaderStats) -> Verdict | None:
+    loop = stats.loop
+    # What was loaded beside the first batch is there when the loop has got that.
+    if loop.num_batches > stats.window or loop.first_wait_seconds < 0.5 * stats.elapsed_seconds:
+        return None
+    return Verdict(
+        "unknown",
+        f"unknown: {_percent(loop.first_wait_seconds / stats.elapsed_seconds)} of the time went "
+        f"into the first of {loop.num_batches} batches, which are too few to tell.",
+        f"Iterate over more of them than are loaded ahead ({stats.window}).",
+    )
+
+
 def _training(stats: LoaderStats) -> Verdict | None:
     if stats.loop.waited_share >= _LITTLE_WAITING:
         return None
-    milliseconds = 1000 * stats.loop.step_seconds / stats.loop.num_batches
+    step = _duration(stats.loop.step_seconds / stats.loop.num_batches)
     return Verdict(
         "training-bound",
-        f"training-bound: {_waited(stats)}, its steps took {milliseconds:.1f} ms each.",
+        f"training-bound: {_waited(stats)}, its steps took {step} each.",
         "The loader is not your problem: stop tuning it.",
     )
 
@@ -177,6 +198,19 @@ def _processes(stats: LoaderStats) -> Verdict | None:
         f"process-bound: {_waited(stats)} for worker processes, which are not measured.",
         'Raise num_workers up to the number of cores, or use worker_method="thread" to see the '
         "stages.",
+    )
+
+
+def _event_loop(stats: LoaderStats) -> Verdict | None:
+    load = stats.stage("load")
+    if load is None or load.workers != "async" or load.cpu_seconds < 0.7 * load.elapsed_seconds:
+        return None
+    return Verdict(
+        "cpu-bound",
+        f"cpu-bound: the one thread of the event loop is at work "
+        f"{_percent(min(1.0, load.cpu_seconds / load.elapsed_seconds))} of the time.",
+        "Move what computes from load to preprocess; load is for what waits.",
+        "load",
     )
 
 
@@ -207,10 +241,23 @@ def _lock(stats: LoaderStats) -> Verdict | None:
         "gil-bound",
         f"gil-bound: {busiest}, but they use {busiest.num_cores_used:.1f} cores: they hold the "
         "interpreter's lock and wait for each other.",
-        "Use preprocess_executor=ProcessPoolExecutor(...) or "
-        'worker_method="multiprocessing"; more threads will not help.',
+        _without_lock(busiest),
         stage=busiest.stage.name,
     )
+
+
+def _without_lock(crew: _Crew) -> str:
+    if crew.stage.name == "preprocess":
+        return (
+            "Use preprocess_executor=ProcessPoolExecutor(...) or "
+            'worker_method="multiprocessing"; more threads will not help.'
+        )
+    if crew.stage.name == "load":
+        return (
+            "Move what computes from load to preprocess, and give that a "
+            "preprocess_executor=ProcessPoolExecutor(...); more threads will not help."
+        )
+    return 'Use worker_method="multiprocessing"; more threads will not help.'
 
 
 def _oversubscribed(stats: LoaderStats) -> Verdict | None:
@@ -221,12 +268,19 @@ def _oversubscribed(stats: LoaderStats) -> Verdict | None:
     num_at_work = busiest.num_busy if are_all_taken and is_unknown else busiest.num_at_work
     if busiest.stage.workers != "thread" or num_at_work < _TOO_MANY * stats.num_cores:
         return None
+    # While some wait for I/O the cores have use for others.
+    asleep_seconds = busiest.busy_seconds * (1 - busiest.at_work_share)
+    if is_unknown or stats.loop.wake_seconds > _CROWDED_SECONDS:
+        asleep_seconds = 0.0
+    num_of_use = ceil(stats.num_cores * (1 + asleep_seconds / (busiest.cpu_seconds or 1.0)))
+    if busiest.num_busy < _TOO_MANY * num_of_use:
+        return None
     return Verdict(
         "oversubscribed",
         f"oversubscribed: {busiest} on {stats.num_cores} cores, {num_at_work:.1f} of them with a "
         "core or waiting for one.",
-        f"Set {_argument(busiest)}={stats.num_cores}: more threads than cores only get in each "
-        "other's way.",
+        f"Set {_argument(busiest)}={num_of_use}: more than the cores have use for only get in "
+        "each other's way.",
         stage=busiest.stage.name,
     )
 
@@ -285,7 +339,7 @@ def _computing(stats: LoaderStats) -> Verdict:
     )
     if busiest.queued_seconds > busiest.cpu_seconds:
         share = _percent(min(1.0, busiest.queued_seconds / busiest.busy_seconds))
-        advice = f"They waited {share} of their time for a core: see what else runs there."
+        advice = f"They waited {share} of their time for a core: {_who_else(stats)}."
     elif width < stats.num_cores:
         advice = f"Raise {_argument(busiest)} to {stats.num_cores}, the number of cores."
     elif busiest.stage.name == "load":
@@ -298,6 +352,14 @@ def _computing(stats: LoaderStats) -> Verdict:
     return Verdict("cpu-bound", sentence, advice, busiest.stage.name)
 
 
+def _who_else(stats: LoaderStats) -> str:
+    of_stages = sum(stage.cpu_seconds for stage in stats.stages if stage.workers != "executor")
+    num_cores = (stats.cpu_seconds - of_stages) / stats.elapsed_seconds
+    if num_cores > 0.25 * stats.num_cores:
+        return f"the rest of this process, with the training loop, uses {num_cores:.1f}"
+    return "other programs use this machine"
+
+
 def _argument(crew: _Crew) -> str:
     if crew.stage.workers == "executor":
         return "the number of the executor's workers"
@@ -308,9 +370,11 @@ def _argument(crew: _Crew) -> str:
 
 _RULES: Final[Sequence[Callable[[LoaderStats], Verdict | None]]] = (
     _too_early,
+    _first_batch,
     _training,
     _caller,
     _processes,
+    _event_loop,
     _window,
     _transfer,
     _collate,

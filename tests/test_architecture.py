@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "_marks": {"_pipeline"},
     "_samples": {"_dataset", "_errors", "_pipeline", "_progress", "_randomness"},
     "_sampler": {"_permutation", "_ranges"},
-    "_stats": {"_errors", "_pipeline", "_verdict"},
+    "_stats": {"_errors", "_pipeline", "_profiling._table", "_verdict"},
     "_verdict": {"_stats"},  # for its type alone
 }
 """Imports go down. An operation never imports its neighbour."""

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import RandomSampler, WeightedRandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from spdl_torch import CachedLoader, DataLoader, DistributedRandomSampler, StagedDataset
+from spdl_torch import (
+    CachedLoader,
+    DataLoader,
+    DistributedRandomSampler,
+    ReplaceBadSamples,
+    RetryLoad,
+    StagedDataset,
+)
 
 from .conftest import own_thread_names
 from .datasets import Sharded, Squares, StagedMany
@@ -60,7 +69,8 @@ def test_every_sample_of_the_batches_is_in_the_timeline(cls):
         # More than were delivered: the workers are ahead of the loop.
         found = {span.index for span in spans}
         assert found >= {repr(index) for index in range(10 * BATCH_SIZE)}
-        assert all(span.num_samples == 1 and span.seconds >= 0 for span in spans)
+        # What was in flight when it was over has brought nothing.
+        assert all(span.num_samples in (0, 1) and span.seconds >= 0 for span in spans)
         assert all(span.batch == int(span.index) // BATCH_SIZE for span in spans)
     assert {span.stage for span in profile.spans} == {
         "load",
@@ -169,6 +179,126 @@ def test_the_statistics_and_the_state_of_the_loader_stay_its_own():
     assert loader.state_dict() == state
 
 
+class Shuffled(Sampler):
+    """Has a generator of its own, by any name."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(SIZE).tolist())
+
+    def __len__(self):
+        return SIZE
+
+
+class Wrapped(Shuffled):
+    def __init__(self):
+        self.inner = RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1))
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+@pytest.mark.parametrize("cls", [Shuffled, Wrapped])
+def test_a_sampler_stays_where_it_is(cls):
+    profiled, other = (loader_of(Squares(SIZE), sampler=cls()) for _ in range(2))
+    profiled.profile(num_batches=3, sweep=False)
+    assert [b.tolist() for b in profiled] == [b.tolist() for b in other]
+
+
+@pytest.mark.parametrize("iterator", [map(list, [[0], [1]]), ([n] for n in range(2))])
+def test_a_sampler_that_would_be_used_up_is_refused(iterator):
+    loader = DataLoader(Squares(SIZE), batch_sampler=iterator, num_workers=2)
+    with pytest.raises(TypeError, match=r"profile\(\) needs a sampler that it can copy"):
+        loader.profile(num_batches=1)
+    assert [batch.tolist() for batch in loader] == [[0], [1]]
+
+
+class Counter(IterableDataset):
+    """Has its place in the data in itself."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        while self.number < 12:
+            self.number += 1
+            yield self.number - 1
+
+
+def test_an_iterable_dataset_stays_where_it_is():
+    loader = DataLoader(Counter(), batch_size=2)
+    iterator = iter(loader)
+    found = [next(iterator).tolist()]
+    loader.profile(num_batches=2)
+    found += [batch.tolist() for batch in iterator]
+    assert found == [[n, n + 1] for n in range(0, 12, 2)]
+
+
+def test_bad_samples_of_a_profile_are_not_on_record(tmp_path):
+    class Damaged(Slow):
+        def load(self, index):
+            if index == 3:
+                raise OSError("broken")
+            return index
+
+    policies = [ReplaceBadSamples(None, max_count=1, log=tmp_path / "bad.jsonl"), RetryLoad(2, 0.0)]
+    loader = loader_of(Damaged(), on_error=policies)
+    profile = loader.profile(num_batches=3, sweep=False)
+    assert (profile.stats.num_bad_samples, profile.stats.num_retries) == (1, 1)
+    assert (loader.bad_samples, loader.num_retries) == ((), 0)
+    assert not (tmp_path / "bad.jsonl").exists()
+
+
+def fail(batch):
+    raise ValueError("in the step")
+
+
+@pytest.mark.parametrize("worker_method", ["thread", "multiprocessing"])
+def test_a_step_that_fails_leaves_no_workers(worker_method):
+    loader = loader_of(Squares(4000), worker_method=worker_method)
+    with pytest.raises(ValueError, match="in the step") as caught:
+        loader.profile(num_batches=3, step=fail)
+    assert own_thread_names() == []
+    assert multiprocessing.active_children() == []
+    del caught
+
+
+class InWhichThreads(Squares):
+    def __init__(self, size):
+        super().__init__(size)
+        self.threads = set()
+
+    def __getitem__(self, index):
+        self.threads.add(threading.current_thread())
+        return index
+
+
+def test_who_wants_no_threads_has_none_in_the_sweep_either():
+    dataset = InWhichThreads(SIZE)
+    assert DataLoader(dataset, batch_size=4).profile(num_batches=2).scalings == ()
+    assert dataset.threads == {threading.current_thread()}
+
+
+def test_slow_samples_do_not_make_a_profile_endless():
+    class Heavy(Squares):
+        def __getitem__(self, index):
+            time.sleep(0.2)
+            return index
+
+    started = time.monotonic()
+    DataLoader(Heavy(1000), batch_size=128, num_workers=64, prefetch_factor=1).profile(
+        num_batches=1
+    )
+    assert time.monotonic() - started < 15  # One batch after the other would take 26.
+
+
+def test_no_batches_are_no_profile():
+    with pytest.raises(ValueError, match="num_batches must be at least 1"):
+        loader_of().profile(num_batches=0)
+
+
 # -- each stage by itself -------------------------------------------------------------------------
 
 
@@ -181,7 +311,8 @@ def test_what_waits_rises_with_more_workers_and_what_holds_the_lock_does_not(cls
     assert load.shape == "rises"
     assert 0.5 * 250 < load.throughputs[0][1] <= 250
     assert load.throughputs[-1][1] > 6 * load.throughputs[0][1]
-    assert preprocess.shape != "rises"
+    # On a busy machine more threads get more of it, though they take turns.
+    assert preprocess.throughputs[-1][1] < 3 * preprocess.throughputs[0][1]
     assert collate.throughputs[0][1] > 1000
 
 
@@ -212,11 +343,22 @@ def test_the_headroom_is_what_the_steps_alone_would_take():
 
     loader = loader_of(num_io_workers=1)  # A batch takes at least 16 ms.
     profile = loader.profile(num_batches=10, step=step, sweep=False)
-    assert len(steps) == 20
+    assert len(steps) == 18  # Once more, but for the first and the last.
     assert profile.headroom.batches_per_second < 1 / 0.016
     assert 1 / 0.004 < profile.headroom.free_batches_per_second <= 1 / 0.002
     assert profile.headroom.speed_up > 3
     assert profile.stats.loop.step_seconds >= 0.002 * 9
+
+
+def test_what_is_done_once_is_no_headroom():
+    steps = []
+
+    def step(batch):
+        time.sleep(0.3 if not steps else 0.01)  # It compiles something at first.
+        steps.append(batch)
+
+    profile = loader_of(Squares(SIZE)).profile(num_batches=12, step=step, sweep=False)
+    assert 1.0 <= profile.headroom.speed_up < 1.5
 
 
 def test_without_a_step_there_is_no_headroom():
@@ -246,6 +388,21 @@ def test_a_cached_loader_begins_anew_if_it_was_left_too_early():
     loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=3)
     next(iter(loader))
     assert [int(batch[0]) for batch in loader] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
+
+
+def test_a_cached_loader_of_fewer_batches_than_it_may_keep_keeps_all():
+    dataset = Counting(8)
+    loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=100)
+    for _ in range(3):
+        assert [int(batch[0]) for batch in loader] == [0, 4]
+    assert dataset.num_loaded == 8
+
+
+def test_two_loops_over_a_cached_loader_do_not_disturb_each_other():
+    loader = CachedLoader(torch.utils.data.DataLoader(Counting(40), batch_size=4), num_batches=3)
+    pairs = list(zip(loader, loader, strict=True))
+    assert len(pairs) == 10
+    assert [int(batch[0]) for batch in loader] == [0, 4, 8] * 3 + [0]
 
 
 def test_a_cached_loader_is_as_long_as_it_is_told():

@@ -282,7 +282,7 @@ def test_a_line_for_a_log():
     loop = LoopStats(120, 0.25, 0.1, 3.6, 0.0)
     stats = profile((), stages=stages, loop=loop, elapsed_seconds=3.85, num_ready=4, window=4).stats
     assert line(stats) == (
-        "batch 120 · 31.2 batches/s · waited 4 % · load 3.1/16 busy · preprocess 2.0/2 · "
+        "batch 120 · 31.7 batches/s · waited 4 % · load 3.1/16 busy · preprocess 2.0/2 · "
         "collate 0.1 · 4/4 ready"
     )
 

@@ -104,7 +104,16 @@ def stage(name, width, busy, *, cpu=0.0, queued=0.0, workers="thread"):
     )
 
 
-def verdict(*stages, kind="thread", waited=0.9, wake_seconds=0.0, num_cores=4, num_batches=100):
+def verdict(
+    *stages,
+    kind="thread",
+    waited=0.9,
+    first_wait=0.0,
+    wake_seconds=0.0,
+    num_cores=4,
+    num_batches=100,
+    process_cpu_seconds=0.0,
+):
     return LoaderStats(
         kind=kind,
         is_running=False,
@@ -113,7 +122,7 @@ def verdict(*stages, kind="thread", waited=0.9, wake_seconds=0.0, num_cores=4, n
         loop=LoopStats(
             num_batches=num_batches,
             waited_seconds=waited * SECONDS,
-            first_wait_seconds=0.0,
+            first_wait_seconds=first_wait * SECONDS,
             step_seconds=(1 - waited) * SECONDS,
             wake_seconds=wake_seconds,
         ),
@@ -123,6 +132,7 @@ def verdict(*stages, kind="thread", waited=0.9, wake_seconds=0.0, num_cores=4, n
         num_bad_samples=0,
         num_retries=0,
         num_cores=num_cores,
+        cpu_seconds=process_cpu_seconds,
     ).verdict
 
 
@@ -209,10 +219,84 @@ CASES = {
         "Raise num_cpu_workers",
     ),
     "too many threads": (
+        verdict(stage("preprocess", 32, 31.0, cpu=3.8, queued=27.2), COLLATE),
+        "oversubscribed",
+        "on 4 cores, 31.1 of them with a core or waiting for one.",
+        "Set num_cpu_workers=4:",
+    ),
+    "too many threads, though they read too": (
         verdict(stage("preprocess", 32, 31.0, cpu=3.8, queued=20.0), COLLATE),
         "oversubscribed",
         "on 4 cores, 23.9 of them with a core or waiting for one.",
-        "Set num_cpu_workers=4",
+        "Set num_cpu_workers=12:",
+    ),
+    "too many threads, which wait for each other": (
+        verdict(stage("preprocess", 32, 31.0, cpu=3.8, queued=20.0), COLLATE, wake_seconds=0.02),
+        "oversubscribed",
+        "on 4 cores, 23.9 of them with a core or waiting for one.",
+        "Set num_cpu_workers=4:",
+    ),
+    "as many threads as reading and decoding have use for": (
+        verdict(stage("preprocess", 16, 15.5, cpu=3.6, queued=3.0), COLLATE),
+        "io-bound",
+        "15.6 of 16 preprocess workers busy",
+        "Raise num_cpu_workers (now 16)",
+    ),
+    "the thread of an event loop": (
+        verdict(stage("load", 64, 40.0, cpu=0.9, workers="async"), stage("preprocess", 4, 0.5)),
+        "cpu-bound",
+        "the one thread of the event loop is at work 90 % of the time",
+        "Move what computes from load to preprocess",
+    ),
+    "holding the lock in load": (
+        verdict(stage("load", 8, 7.9, cpu=1.0), COLLATE, wake_seconds=0.006),
+        "gil-bound",
+        "7.9 of 8 load workers busy",
+        "Move what computes from load to preprocess, and give that a preprocess_executor",
+    ),
+    "holding the lock in an iterable dataset": (
+        verdict(stage("iterate", 4, 3.8, cpu=1.0), COLLATE, wake_seconds=0.006),
+        "gil-bound",
+        "3.9 of 4 iterate workers busy",
+        'Use worker_method="multiprocessing"',
+    ),
+    "an idle executor of an unknown size": (
+        verdict(stage("load", 8, 7.9, cpu=0.1), stage("preprocess", None, 0.2, workers="executor")),
+        "io-bound",
+        "7.9 of 8 load workers busy",
+        "Raise num_io_workers",
+    ),
+    "decoding beside a model": (
+        verdict(
+            stage("preprocess", 4, 3.8, cpu=1.5, queued=2.2), COLLATE, process_cpu_seconds=36.0
+        ),
+        "cpu-bound",
+        "using 1.6 of 4 cores",
+        "the rest of this process, with the training loop, uses 2.0",
+    ),
+    "batches that were loaded beside the first": (
+        verdict(waited=0.99, first_wait=0.98, num_batches=4),
+        "unknown",
+        "98 % of the time went into the first of 4 batches",
+        "more of them than are loaded ahead (8)",
+    ),
+    "the loop at the threshold": (
+        verdict(stage("preprocess", 4, 4.0, cpu=4.0), COLLATE, waited=0.06),
+        "cpu-bound",
+        "4.0 of 4 preprocess workers busy",
+        "All cores are taken",
+    ),
+    "fewer than too many threads": (
+        verdict(stage("preprocess", 8, 5.9, cpu=3.6, queued=1.9), COLLATE),
+        "cpu-bound",
+        "6.0 of 8 preprocess workers busy",
+        "All cores are taken",
+    ),
+    "batches that wait for a core": (
+        verdict(stage("preprocess", 4, 0.2), stage("collate", 4, 3.6, cpu=1.0, queued=2.4)),
+        "collate-bound",
+        "3.6 of 4 workers make batches",
+        "default collate",
     ),
     "too many threads, where nobody counts the waiting": (
         verdict(stage("preprocess", 32, 31.0, cpu=3.8), COLLATE),

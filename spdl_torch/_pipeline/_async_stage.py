@@ -66,8 +66,8 @@ class AsyncStage:
         self._at: dict[asyncio.Task[Any], tuple[Record, int | None, float]] = {}
         """What each task is at, and since when."""
         self._meter = FlightMeter(name, width)
-        self.meters: list[Meter] = [self._meter]
-        self._thread = _LoopThread(name, worker_id, width, self, event_loop, self._meter)
+        self.meter: Meter = self._meter
+        self._thread = _LoopThread(name, worker_id, width, self, event_loop)
         self.workers = [self._thread]
 
     def open(self, records: list[Record]) -> int:
@@ -107,15 +107,16 @@ class AsyncStage:
         since = self._meter.begin()
         whole = self._takes_whole_batch
         self._at[task] = record, None if whole else slot, since
+        index = None if whole else record.indices[slot]  # Another may take its place.
+        num_samples = 0
         try:
-            await self._fill(record, slot)
+            num_samples = await self._fill(record, slot)
         finally:
             del self._at[task]
-            num_samples = len(record.indices) if whole else 1
-            index = None if whole else record.indices[slot]
             self._meter.end(num_samples, since, record.number, index)
 
-    async def _fill(self, record: Record, slot: int) -> None:
+    async def _fill(self, record: Record, slot: int) -> int:
+        """Make the sample, or all of the batch; gives how many were made."""
         assert self._operation is not None
         assert self._around is not None
         last = len(record.indices) if self._takes_whole_batch else slot + 1
@@ -131,16 +132,19 @@ class AsyncStage:
             if self._remedy is not None and isinstance(error, Exception):
                 failure = self._remedy(record, slot, self._name, error)
                 if failure is None:
-                    return
+                    return 0
                 error = failure
             note_origin(error, self._name, record, None if self._takes_whole_batch else slot)
             record.fail(slot, without_our_frame(error))
+            num_made = 0
         else:
+            num_made = last - slot
             if self._next_stage is not None:
                 self._next_stage.put(record, range(slot, last))
-                return
+                return num_made
         if record.settle(last - slot):
             self._collate_stage.collate(record)
+        return num_made
 
 
 class _LoopThread:
@@ -153,13 +157,11 @@ class _LoopThread:
         width: int,
         stage: AsyncStage,
         event_loop: EventLoop,
-        meter: FlightMeter,
     ) -> None:
         self._worker_id = worker_id
         self._width = width
         self._stage_ref = weakref.ref(stage)
         self._event_loop = event_loop
-        self._meter = meter
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.Queue[tuple[Record, int]] = asyncio.Queue()
         self._main_task: asyncio.Task[None] | None = None
@@ -182,9 +184,6 @@ class _LoopThread:
     def wait_until_set_up(self) -> None:
         if (error := self._reports.get()) is not None:
             raise error
-
-    def is_at_work(self) -> bool:
-        return self._meter.num_in_flight > 0
 
     def abandon(self) -> None:
         pass  # Samples in flight arrive and are thrown away; the waiting ones are passed over.

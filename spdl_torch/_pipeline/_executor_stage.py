@@ -19,7 +19,6 @@ from ._record import Record
 from ._sighting import Sighting
 from ._stages import (
     CollateStage,
-    Feeder,
     GroupSize,
     Operation,
     Place,
@@ -59,6 +58,8 @@ class _Failed:
     offset: int
     """Of the sample, among those it was given."""
     error: Exception
+    seconds: float
+    cpu_seconds: float
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = "".join(traceback.format_exception(self.error))
@@ -69,14 +70,16 @@ class _Failed:
             pickled = pickle.dumps(
                 RuntimeError(f"{type(self.error).__name__}: {self.error} (it cannot be pickled)")
             )
-        return _failed_remotely, (self.offset, pickled, text)
+        return _failed_remotely, (self.offset, pickled, text, self.seconds, self.cpu_seconds)
 
 
-def _failed_remotely(offset: int, pickled_error: bytes, text: str) -> _Failed:
+def _failed_remotely(
+    offset: int, pickled_error: bytes, text: str, seconds: float, cpu_seconds: float
+) -> _Failed:
     error = pickle.loads(pickled_error)
     # The frames stay behind; concurrent.futures gives their text in this way too.
     error.__cause__ = _InAnotherProcess(f'\n"""\n{text}"""')
-    return _Failed(offset, error)
+    return _Failed(offset, error, seconds, cpu_seconds)
 
 
 class _InAnotherProcess(Exception):  # noqa: N818 (never raised)
@@ -89,9 +92,6 @@ class _Futures(set[Future[Any]]):
     @property
     def threads(self) -> list[threading.Thread]:
         return []
-
-    def is_at_work(self) -> bool:
-        return bool(self)
 
     def start(self, seconds_apart: float) -> None:
         pass
@@ -151,8 +151,7 @@ class ExecutorStage:
         self._submitted: dict[Future[Any], tuple[_Task, float]] = {}
         self.workers = [self._futures]
         self._meter = FutureMeter(name, getattr(executor, "_max_workers", None))
-        self.meters: list[Meter] = [self._meter]
-        self.feeders: Sequence[Feeder] = ()
+        self.meter: Meter = self._meter
 
     # -- how work enters -----------------------------------------------------------------------
 
@@ -244,6 +243,7 @@ class ExecutorStage:
             return
         filled: _Filled | _Failed | None = future.result()
         if isinstance(filled, _Failed):
+            self._meter.add(0, filled.seconds, filled.cpu_seconds, record.number)
             self._fail(task, filled.error, filled.offset)
             return
         if filled is None:
@@ -303,7 +303,7 @@ def _run_hook(
         hook = _hooks[digest] = pickle.loads(pickled_hook)
         while len(_hooks) > _MAX_HOOKS_KEPT:
             _hooks.popitem(last=False)
-    started, cpu_started = time.perf_counter(), time.thread_time()
+    started = time.perf_counter(), time.thread_time()
     samples: Any = []
     try:
         if takes_whole_batch:
@@ -312,5 +312,9 @@ def _run_hook(
             for sample in inputs:
                 samples.append(hook(sample))
     except Exception as error:
-        return _Failed(len(samples), error)
-    return _Filled(samples, time.perf_counter() - started, time.thread_time() - cpu_started)
+        return _Failed(len(samples), error, *_since(started))
+    return _Filled(samples, *_since(started))
+
+
+def _since(started: tuple[float, float]) -> tuple[float, float]:
+    return time.perf_counter() - started[0], time.thread_time() - started[1]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ._meter import CollateMeter, Meter, StageMeter, WorkerMeter
+from ._meter import Meter, StageMeter, WorkerMeter
 from ._record import Record
 from ._sighting import Sighting, of_batch
 from ._signal import Signal
@@ -53,7 +53,7 @@ class IterableStage:
         ]
         self.workers = [iterable.thread for iterable in self._iterables]
         meters = [iterable.meter for iterable in self._iterables]
-        self.meters: list[Meter] = [StageMeter(name, meters), CollateMeter(meters)]
+        self.meter: Meter = StageMeter(name, meters, has_batches=True)
         self._signal: Signal | None = None
         self._rotation: deque[_IterableWorker] = deque()
 
@@ -122,7 +122,7 @@ class _IterableWorker:
             with place.surroundings:
                 batch = self._make_batch(task, open_epoch, collate, place)
             self._at = None
-            meter.end(is_starved=False)
+            meter.end()
             pass_on(task, batch, self._transfer_stage)
             task.signal.set()
 
@@ -139,8 +139,9 @@ class _IterableWorker:
                 self._draw = open_epoch()
             samples = self._draw_samples(record)
             if not record.is_exhausted:
-                num_samples = len(samples) if isinstance(samples, list) else 1
-                self.meter.lap(stage, record.number, num_samples)
+                # What was asked for, or less at the end. Without batching a sample may be a list.
+                num_drawn = len(samples) if isinstance(samples, list) else 1
+                self.meter.lap(stage, record.number, min(num_drawn, len(record.indices)))
                 stage = "collate"
                 self.meter.begin_batch(0)
                 try:

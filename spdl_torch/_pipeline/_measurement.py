@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ._meter import ConsumerMeter, ConsumerReading, Meter, Reading, Recorder
 
-__all__ = ["Measurement"]
+__all__ = ["Measurement", "Snapshot"]
+
+
+class Snapshot(NamedTuple):
+    """An epoch until some moment."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of the whole process."""
+    consumer: ConsumerReading
+    stages: list[Reading]
 
 
 class Measurement:
@@ -33,16 +44,29 @@ class Measurement:
         self._meters = meters
         self._num_ready = num_ready
         self._closed_at = closed_at
-        self._ended_at: float | None = None
-        now = time.monotonic()
-        self._at_start = [meter.reading(now) for meter in meters]
-        self._at_end: list[Reading] | None = None
+        self._cpu_at = 0.0
+        self._at_start: list[Reading] = []
+        self._last: Snapshot | None = None
+        """Of an epoch that is over."""
+
+    def begin(self) -> None:
+        """The consumer asks for the first batch."""
+        if self.consumer.started is None:
+            self._cpu_at = time.process_time()
+            self._at_start = self._readings(self.consumer.ask())
 
     def end(self) -> None:
         """The epoch is over; its workers may go on with another."""
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
-            self._at_end = self._read(self._ended_at)
+        if self._last is None:
+            self._last = self._snapshot(time.monotonic(), is_over=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._last is None and self._closed_at() is None
+
+    @property
+    def num_ready(self) -> int:
+        return self._num_ready() if self.is_running else 0
 
     def record_with(self, recorder: Recorder) -> None:
         """Have every lap of every worker and of the consumer told to somebody."""
@@ -50,27 +74,25 @@ class Measurement:
         for meter in self._meters:
             meter.record_with(recorder)
 
-    @property
-    def is_running(self) -> bool:
-        return self._ended_at is None and self._closed_at() is None
+    def read(self) -> Snapshot:
+        if self._last is not None:
+            return self._last
+        now = self._closed_at() or time.monotonic()
+        return self._snapshot(self.consumer.left_at(now), is_over=not self.is_running)
 
-    @property
-    def num_ready(self) -> int:
-        return self._num_ready() if self.is_running else 0
-
-    def read(self) -> tuple[float, ConsumerReading, list[Reading]]:
-        """How long it has lasted, what the consumer did and what the stages did."""
-        now = self._ended_at or self._closed_at() or time.monotonic()
-        stages = self._read(now) if self._at_end is None else self._at_end
-        started = self.consumer.started
-        return 0.0 if started is None else now - started, self.consumer.reading(now), stages
-
-    def _read(self, now: float) -> list[Reading]:
-        readings = [meter.reading(now) for meter in self._meters]
-        if not self.is_running:
-            for reading in readings:
-                reading.num_in_flight = 0  # Whoever is still at something is so for nobody.
-        return [
+    def _snapshot(self, now: float, *, is_over: bool) -> Snapshot:
+        if self.consumer.started is None:
+            return Snapshot(0.0, 0.0, self.consumer.reading(now), [])
+        seconds = max(0.0, now - self.consumer.started)
+        stages = [
             reading.since(earlier)
-            for reading, earlier in zip(readings, self._at_start, strict=True)
+            for reading, earlier in zip(self._readings(now), self._at_start, strict=True)
         ]
+        if is_over:
+            for stage in stages:
+                stage.num_in_flight = 0  # Whoever is still at something is so for nobody.
+        cpu_seconds = time.process_time() - self._cpu_at
+        return Snapshot(seconds, cpu_seconds, self.consumer.reading(now), stages)
+
+    def _readings(self, now: float) -> list[Reading]:
+        return [reading for meter in self._meters for reading in meter.readings(now)]

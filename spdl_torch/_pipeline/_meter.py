@@ -4,6 +4,10 @@ Each meter is written by one thread alone, and nothing on the way of a sample is
 addition; whoever wants to know adds up what the meters say. What they count is never set back: an
 epoch is the difference of two readings. They hold nothing of the user's, so they may outlive all
 the rest.
+
+A thread may be read in the middle of a step, with the time it has just spent counted twice or not
+at all. So it counts its steps, before and after: an odd number is in the middle of one, and whoever
+reads looks again.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 __all__ = [
     "LAP_SECONDS",
-    "CollateMeter",
     "ConsumerMeter",
     "ConsumerReading",
     "FlightMeter",
@@ -93,6 +96,15 @@ class Tally:
             self.num_samples += num_samples
             self.counts[_bucket_of(seconds / num_samples)] += num_samples
 
+    def copy(self) -> Tally:
+        copied = Tally.__new__(Tally)
+        copied.num_samples = self.num_samples
+        copied.busy_seconds = self.busy_seconds
+        copied.cpu_seconds = self.cpu_seconds
+        copied.queued_seconds = self.queued_seconds
+        copied.counts = self.counts.copy()
+        return copied
+
     def count(self, num_samples: int, seconds: float) -> None:
         """So many took so long each, or may be taken to."""
         self.counts[_bucket_of(seconds)] += num_samples
@@ -144,7 +156,13 @@ class Reading:
 class Meter(Protocol):
     """Measures one stage."""
 
-    def reading(self, now: float) -> Reading: ...
+    def readings(self, now: float) -> list[Reading]: ...
+
+    def busy_since(self, now: float) -> float | None:
+        """Since when anybody has been at work there, but for short gaps; None: nobody is."""
+
+    def feed_from(self, feeder: Meter) -> None:
+        """Have those without work look whether the stage before has some."""
 
     def record_with(self, recorder: Recorder | None) -> None:
         """Have every lap told to somebody, for a timeline."""
@@ -177,28 +195,40 @@ def _text_of(index: Any) -> str | None:
 # -- threads --------------------------------------------------------------------------------------
 
 _UNSTARTED: Final = 0
-_STARVED: Final = 1
-_BLOCKED: Final = 2
-_AT_SAMPLES: Final = 3
-_AT_BATCH: Final = 4
+_IDLE: Final = 1
+_AT_SAMPLES: Final = 2
+_AT_BATCH: Final = 3
+
+_GAP_SECONDS: Final = 0.001
+"""A worker without work for less has not been without."""
+
+_MAX_LOOKS: Final = 1000
+"""A thread that is stopped in the middle of a step may be so for long. Then it is a little off."""
 
 
 class WorkerMeter:
-    """One worker thread: at samples, at a batch, or without work."""
+    """One worker thread: at samples, at a batch, or without work.
+
+    Without work it is *starved* while those who feed it are at work, and else *blocked*: there is
+    nothing to be done, because enough batches are under way.
+    """
 
     __slots__ = (
         "_at",
+        "_blocked_seconds",
+        "_busy_since",
         "_cpu_at",
         "_cpu_read",
         "_num_batches",
+        "_num_steps",
         "_queued_at",
         "_queued_read",
+        "_starved_seconds",
         "_state",
         "batches",
-        "blocked_seconds",
+        "feeder",
         "recorder",
         "samples",
-        "starved_seconds",
         "worker",
     )
 
@@ -207,38 +237,47 @@ class WorkerMeter:
         self.samples = Tally()
         self.batches = Tally()
         """The batches that it has made of samples."""
-        self.starved_seconds = 0.0
-        self.blocked_seconds = 0.0
+        self.feeder: Meter | None = None
+        """Of the stage before."""
         self.recorder: Recorder | None = None
+        self._starved_seconds = 0.0
+        self._blocked_seconds = 0.0
         self._cpu_at = self._cpu_read = 0.0
         self._queued_at = self._queued_read = 0.0
         """What the system had counted when it was last asked, and when that was."""
         self._state = _UNSTARTED
         self._at = 0.0
         """Since when it has been in this state, or at this sample."""
+        self._busy_since = 0.0
+        """When it last began to work after it had been without."""
         self._num_batches = 0
+        self._num_steps = 0
 
     def start(self) -> None:
         """The thread is ready for work."""
         self._queued_at = _seconds_in_queue()
         self._cpu_at = time.thread_time()
         self._at = time.monotonic()
-        self._state = _BLOCKED
+        self._state = _IDLE
 
     def begin(self) -> float:
         """There is work; gives the time."""
         now = time.monotonic()
-        if self._state == _STARVED:
-            self.starved_seconds += now - self._at
-        else:
-            self.blocked_seconds += now - self._at
+        idle_seconds = now - self._at
+        starved_seconds = self._starved(now, idle_seconds)
+        self._num_steps += 1
+        if idle_seconds > _GAP_SECONDS or self._busy_since == 0.0:
+            self._busy_since = now
+        self._starved_seconds += starved_seconds
+        self._blocked_seconds += idle_seconds - starved_seconds
         self._at = now
         self._state = _AT_SAMPLES
+        self._num_steps += 1
         return now
 
     def lap(self, stage: str, batch: int, num_samples: int, index: Any = None) -> None:
         """So many samples of a batch are done since the last lap."""
-        self._lap(self.samples, stage, batch, num_samples, index)
+        self._lap(self.samples, _AT_SAMPLES, stage, batch, num_samples, index)
 
     def begin_batch(self, num_samples: int) -> float:
         """From now on the worker makes a batch; gives the time.
@@ -249,6 +288,7 @@ class WorkerMeter:
 
         """
         now = time.monotonic()
+        self._num_steps += 1
         seconds = now - self._at
         samples = self.samples
         samples.num_samples += num_samples
@@ -258,110 +298,147 @@ class WorkerMeter:
             samples.count((_ALL_BUT_ONE + 1) * num_samples, seconds / num_samples)
         self._at = now
         self._state = _AT_BATCH
+        self._num_steps += 1
         return now
 
     def end_batch(self, stage: str, batch: int) -> None:
-        self._state = _AT_SAMPLES
         now = time.monotonic()
         seconds = now - self._at
         if seconds > LAP_SECONDS or self.recorder is not None:
-            self._lap(self.batches, stage, batch, 1, None)
+            self._lap(self.batches, _AT_SAMPLES, stage, batch, 1, None)
             return
+        self._num_steps += 1
         batches = self.batches
         batches.num_samples += 1
         batches.busy_seconds += seconds
         if not self._num_batches & _ALL_BUT_ONE:
             batches.count(_ALL_BUT_ONE + 1, seconds)
         self._at = now
+        self._state = _AT_SAMPLES
+        self._num_steps += 1
 
-    def _lap(self, tally: Tally, stage: str, batch: int, num_samples: int, index: Any) -> None:
+    def _lap(
+        self, tally: Tally, state: int, stage: str, batch: int, num_samples: int, index: Any
+    ) -> None:
         now = time.monotonic()
-        started, self._at = self._at, now
+        started = self._at
         seconds = now - started
+        # What shorter ones have used is counted here too: as little as they are worth.
+        cpu, queued = self._used(now) if seconds > LAP_SECONDS else (0.0, 0.0)
+        self._num_steps += 1
         tally.add(num_samples, seconds)
-        if seconds > LAP_SECONDS:
-            # What shorter ones have used is counted here too: as little as they are worth.
-            self._read_cpu(tally, now)
+        tally.cpu_seconds += cpu
+        tally.queued_seconds += queued
+        self._at = now
+        self._state = state
+        self._num_steps += 1
         if self.recorder is not None:
             text = _text_of(index)
             self.recorder(Lap(stage, self.worker, started, now, batch, num_samples, text))
 
-    def _read_cpu(self, tally: Tally, now: float) -> None:
+    def end(self) -> float:
+        """There is no more work for now; gives the time."""
+        now = time.monotonic()
+        is_due = now - self._cpu_read > _CPU_READ_SECONDS
+        cpu, queued = self._used(now) if is_due else (0.0, 0.0)
+        self._num_steps += 1
+        samples = self.samples
+        samples.busy_seconds += now - self._at
+        samples.cpu_seconds += cpu
+        samples.queued_seconds += queued
+        self._at = now
+        self._state = _IDLE
+        self._num_steps += 1
+        return now
+
+    def _used(self, now: float) -> tuple[float, float]:
+        """The seconds with a core, and waiting for one, since this was last asked."""
         self._cpu_read = now
-        cpu_seconds = time.thread_time()
-        tally.cpu_seconds += cpu_seconds - self._cpu_at
-        self._cpu_at = cpu_seconds
+        before, self._cpu_at = self._cpu_at, time.thread_time()
+        cpu_seconds = self._cpu_at - before
         if now - self._queued_read < _QUEUE_READ_SECONDS:
-            return
+            return cpu_seconds, 0.0
         self._queued_read = now
-        queued = _seconds_in_queue()
-        tally.queued_seconds += queued - self._queued_at
-        self._queued_at = queued
+        before, self._queued_at = self._queued_at, _seconds_in_queue()
+        return cpu_seconds, self._queued_at - before
+
+    def _starved(self, now: float, idle_seconds: float) -> float:
+        """For how many of the last seconds, in which it had no work, its feeder had some."""
+        if self.feeder is None:
+            return 0.0
+        since = self.feeder.busy_since(now)
+        return 0.0 if since is None else min(idle_seconds, now - since)
 
     @property
     def at(self) -> float:
         return self._at
 
-    def end(self, *, is_starved: bool) -> float:
-        """There is no more work for now; gives the time."""
-        now = time.monotonic()
-        self.samples.busy_seconds += now - self._at
-        if now - self._cpu_read > _CPU_READ_SECONDS:
-            self._read_cpu(self.samples, now)
-        self._at = now
-        self._state = _STARVED if is_starved else _BLOCKED
-        return now
+    # -- for whoever reads ------------------------------------------------------------------------
 
-    def add_to(self, reading: Reading, now: float) -> None:
-        reading.add(self.samples)
-        reading.starved_seconds += self.starved_seconds
-        reading.blocked_seconds += self.blocked_seconds
-        # It goes on meanwhile, so the figures may be a sample apart.
-        state, seconds = self._state, max(0.0, now - self._at)
-        if state == _STARVED:
-            reading.starved_seconds += seconds
-        elif state == _BLOCKED:
-            reading.blocked_seconds += seconds
-        elif state == _AT_SAMPLES:
-            reading.busy_seconds += seconds
-            reading.num_in_flight += 1
+    def busy_since(self, now: float) -> float | None:
+        """Since when it has been at work, but for short gaps; None if it is not."""
+        if self._state == _UNSTARTED or self._busy_since == 0.0:
+            return None
+        is_without = self._state == _IDLE and now - self._at > _GAP_SECONDS
+        return None if is_without else self._busy_since
 
-    def add_batches_to(self, reading: Reading, now: float) -> None:
-        reading.add(self.batches)
-        if self._state == _AT_BATCH:
-            reading.busy_seconds += max(0.0, now - self._at)
-            reading.num_in_flight += 1
+    def add_to(self, reading: Reading, batches: Reading, now: float) -> None:
+        for _ in range(_MAX_LOOKS):
+            num_steps = self._num_steps
+            seen = (
+                self.samples.copy(),
+                self.batches.copy(),
+                self._starved_seconds,
+                self._blocked_seconds,
+                self._state,
+                self._at,
+            )
+            if num_steps == self._num_steps and num_steps % 2 == 0:
+                break
+            time.sleep(0)  # It has to go on.
+        samples, made, starved_seconds, blocked_seconds, state, at = seen
+        reading.add(samples)
+        batches.add(made)
+        reading.starved_seconds += starved_seconds
+        reading.blocked_seconds += blocked_seconds
+        seconds = max(0.0, now - at)
+        if state == _IDLE:
+            starved_now = self._starved(now, seconds)
+            reading.starved_seconds += starved_now
+            reading.blocked_seconds += seconds - starved_now
+        elif state != _UNSTARTED:
+            at_it = reading if state == _AT_SAMPLES else batches
+            at_it.busy_seconds += seconds
+            at_it.num_in_flight += 1
 
 
 @dataclass
 class StageMeter:
-    """The samples of a stage whose workers are threads."""
+    """A stage whose workers are threads: the samples, the batches they make of them, or both."""
 
     name: str
     workers: Sequence[WorkerMeter]
+    has_samples: bool = True
+    has_batches: bool = False
 
-    def reading(self, now: float) -> Reading:
-        reading = Reading(self.name, len(self.workers))
+    def readings(self, now: float) -> list[Reading]:
+        samples = Reading(self.name, len(self.workers))
+        # Without work they are at neither, and it is counted with the samples.
+        batches = Reading("collate", len(self.workers))
         for worker in self.workers:
-            worker.add_to(reading, now)
-        return reading
+            worker.add_to(samples, batches, now)
+        if not self.has_samples:
+            batches.starved_seconds = samples.starved_seconds
+            batches.blocked_seconds = samples.blocked_seconds
+        return [samples] * self.has_samples + [batches] * self.has_batches
 
-    def record_with(self, recorder: Recorder | None) -> None:
+    def busy_since(self, now: float) -> float | None:
+        found = [since for w in self.workers if (since := w.busy_since(now)) is not None]
+        return min(found, default=None)
+
+    def feed_from(self, feeder: Meter) -> None:
         for worker in self.workers:
-            worker.recorder = recorder
-
-
-@dataclass
-class CollateMeter:
-    """The batches that the workers of a stage make. Without work they are that stage's."""
-
-    workers: Sequence[WorkerMeter]
-
-    def reading(self, now: float) -> Reading:
-        reading = Reading("collate", len(self.workers))
-        for worker in self.workers:
-            worker.add_batches_to(reading, now)
-        return reading
+            worker.feeder = feeder
 
     def record_with(self, recorder: Recorder | None) -> None:
         for worker in self.workers:
@@ -381,12 +458,10 @@ class FlightMeter:
         self._idle_seconds = 0.0
         self._num_in_flight = 0
         self._has_started = False
-        self._at = self._cpu_at = 0.0
+        self._at = self._cpu_at = self._cpu_read = 0.0
+        self._busy_since = 0.0
+        self._num_steps = 0
         self.recorder: Recorder | None = None
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
 
     def start(self) -> None:
         self._cpu_at = time.thread_time()
@@ -396,22 +471,30 @@ class FlightMeter:
     def begin(self) -> float:
         """One more is in flight; gives the time."""
         now = time.monotonic()
+        if self._num_in_flight == 0 and (now - self._at > _GAP_SECONDS or self._busy_since == 0.0):
+            self._busy_since = now
+        self._num_steps += 1
         self._move_to(now)
         self._num_in_flight += 1
+        self._num_steps += 1
         return now
 
     def end(self, num_samples: int, since: float, batch: int, index: Any) -> None:
         """One that was begun has landed, and has brought so many samples."""
         now = time.monotonic()
-        if now - self._at > LAP_SECONDS:
-            cpu_now = time.thread_time()
-            self._tally.cpu_seconds += cpu_now - self._cpu_at
-            self._cpu_at = cpu_now
+        self._num_steps += 1
+        tally = self._tally
+        if now - self._cpu_read > _CPU_READ_SECONDS:
+            self._cpu_read = now
+            before, self._cpu_at = self._cpu_at, time.thread_time()
+            tally.cpu_seconds += self._cpu_at - before
         self._move_to(now)
         self._num_in_flight -= 1
-        busy_seconds = self._tally.busy_seconds
-        self._tally.add(num_samples, now - since)
-        self._tally.busy_seconds = busy_seconds  # All that are in flight are counted together.
+        if num_samples > 0:
+            # What is in flight at a time is counted together, so this is no time of its own.
+            tally.num_samples += num_samples
+            tally.count(num_samples, (now - since) / num_samples)
+        self._num_steps += 1
         if self.recorder is not None:
             text = _text_of(index)
             self.recorder(Lap(self._name, self._name, since, now, batch, num_samples, text))
@@ -422,16 +505,34 @@ class FlightMeter:
         self._idle_seconds += (self._width - self._num_in_flight) * seconds
         self._at = now
 
-    def reading(self, now: float) -> Reading:
+    # -- for whoever reads ------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._num_in_flight
+
+    def busy_since(self, now: float) -> float | None:
+        is_without = self._num_in_flight == 0 and now - self._at > _GAP_SECONDS
+        return None if is_without or self._busy_since == 0.0 else self._busy_since
+
+    def readings(self, now: float) -> list[Reading]:
+        for _ in range(_MAX_LOOKS):
+            num_steps = self._num_steps
+            seen = self._tally.copy(), self._idle_seconds, self._num_in_flight, self._at
+            if num_steps == self._num_steps and num_steps % 2 == 0:
+                break
+            time.sleep(0)
+        tally, idle_seconds, num_in_flight, at = seen
         reading = Reading(self._name, self._width, workers="async")
-        reading.add(self._tally)
-        reading.blocked_seconds = self._idle_seconds
-        reading.num_in_flight = self._num_in_flight
-        if self._has_started:
-            seconds = max(0.0, now - self._at)
-            reading.busy_seconds += self._num_in_flight * seconds
-            reading.blocked_seconds += (self._width - self._num_in_flight) * seconds
-        return reading
+        reading.add(tally)
+        seconds = max(0.0, now - at) if self._has_started else 0.0
+        reading.busy_seconds += num_in_flight * seconds
+        reading.blocked_seconds = idle_seconds + (self._width - num_in_flight) * seconds
+        reading.num_in_flight = num_in_flight
+        return [reading]
+
+    def feed_from(self, feeder: Meter) -> None:
+        """It is a first stage: nobody feeds it."""
 
     def record_with(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -446,34 +547,48 @@ class FutureMeter:
         self._tally = Tally()
         self._lock = threading.Lock()
         self._num_in_flight = 0
+        self._at = 0.0
+        """When there was last nothing in flight, or something again."""
+        self._busy_since = 0.0
         self.recorder: Recorder | None = None
 
-    @property
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
-
     def begin(self, num_samples: int) -> None:
+        now = time.monotonic()
         with self._lock:
+            if self._num_in_flight == 0 and now - self._at > _GAP_SECONDS:
+                self._busy_since = now
             self._num_in_flight += num_samples
 
     def end(self, num_samples: int) -> None:
+        now = time.monotonic()
         with self._lock:
             self._num_in_flight -= num_samples
+            self._at = now
 
     def add(self, num_samples: int, seconds: float, cpu_seconds: float, batch: int) -> None:
+        now = time.monotonic()
         with self._lock:
             self._tally.add(num_samples, seconds)
             self._tally.cpu_seconds += cpu_seconds
         if self.recorder is not None:
-            now = time.monotonic()
-            self.recorder(Lap(self._name, self._name, now - seconds, now, batch, num_samples, None))
+            name = self._name
+            self.recorder(Lap(name, name, now - seconds, now, batch, num_samples, None))
 
-    def reading(self, now: float) -> Reading:  # noqa: ARG002 (what is under way is not known)
+    # -- for whoever reads ------------------------------------------------------------------------
+
+    def busy_since(self, now: float) -> float | None:
+        is_without = self._num_in_flight == 0 and now - self._at > _GAP_SECONDS
+        return None if is_without or self._busy_since == 0.0 else self._busy_since
+
+    def readings(self, now: float) -> list[Reading]:  # noqa: ARG002 (what is under way is not known)
         reading = Reading(self._name, self._width, workers="executor")
         with self._lock:
             reading.add(self._tally)
             reading.num_in_flight = self._num_in_flight
-        return reading
+        return [reading]
+
+    def feed_from(self, feeder: Meter) -> None:
+        """What its workers wait for is not known."""
 
     def record_with(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -525,34 +640,40 @@ class ConsumerMeter:
         return now
 
     def get(self) -> float:
-        """The loop gets a batch, or is told that there is none; gives the time."""
+        """The loop goes on, with a batch, an error or nothing; gives the time."""
         now = time.monotonic()
         self._is_waiting = False
         if self.recorder is not None:
             self.recorder(Lap("wait", "loop", self._at, now, self.num_batches, 0, None))
         if self.num_batches == 0:
-            self.first_wait_seconds = now - self._at
+            self.first_wait_seconds += now - self._at
         self.waited_seconds += now - self._at
         self._at = now
         return now
 
-    def get_batch(self, num_bytes: int = 0) -> float:
-        """The same for a batch, and its size if that is known already."""
-        now = self.get()
+    def count(self, num_bytes: int) -> None:
+        """What it went on with was a batch of so many bytes."""
         self.num_batches += 1
         self.num_bytes += num_bytes
-        return now
+
+    def left_at(self, now: float) -> float:
+        """Now; or when the loop was last seen, if it has been away too long for a step."""
+        if self._is_waiting or self.started is None:
+            return now
+        step_seconds = self.step_seconds / max(1, self.num_batches - 1)
+        has_left = now - self._at > max(1.0, 10 * step_seconds)
+        return self._at + step_seconds if has_left else now
 
     def reading(self, now: float) -> ConsumerReading:
-        has_begun = self.started is not None
-        is_waiting = has_begun and self._is_waiting
-        seconds = max(0.0, now - self._at)
+        # A step counts when it is done: nobody knows whether the loop is at one, or has left.
+        is_waiting = self.started is not None and self._is_waiting
+        seconds = max(0.0, now - self._at) if is_waiting else 0.0
         return ConsumerReading(
             self.num_batches,
             self.num_bytes,
-            self.waited_seconds + (seconds if is_waiting else 0.0),
-            self.first_wait_seconds if self.num_batches else seconds if is_waiting else 0.0,
-            self.step_seconds + (seconds if has_begun and not is_waiting else 0.0),
+            self.waited_seconds + seconds,
+            self.first_wait_seconds + (seconds if self.num_batches == 0 else 0.0),
+            self.step_seconds,
             self.wake_seconds / self.num_wakes if self.num_wakes else 0.0,
         )
 

@@ -12,14 +12,13 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from ._measurement import Measurement
 from ._meter import Meter
 from ._record import Record
 from ._sighting import Sighting
 from ._signal import Signal
-from ._stages import Feeder
 from ._window import FirstStage, LastStage, NotInTime, Window
 from ._workers import THREAD_NAME
 
@@ -64,13 +63,7 @@ class Stage(Protocol):
         """What its workers are at."""
 
     @property
-    def meters(self) -> Sequence[Meter]: ...
-
-
-class Fed(Protocol):
-    """A stage that knows whether those before it are at work."""
-
-    feeders: Sequence[Feeder]
+    def meter(self) -> Meter: ...
 
 
 class Pipeline:
@@ -97,8 +90,7 @@ class Pipeline:
         self.is_started = False
         self.lifetime = Lifetime([group for stage in stages for group in stage.workers])
         for before, stage in pairwise(stages):
-            # Its workers and not the stage itself, which refers to this one.
-            cast("Fed", stage).feeders = cast("Sequence[Feeder]", before.workers)
+            stage.meter.feed_from(before.meter)
 
     def begin(self, source: Iterator[Any]) -> None:
         """Begin an epoch over what the source draws; the epoch before it is broken off."""
@@ -124,10 +116,9 @@ class Pipeline:
             owner = pipeline()
             return 0 if owner is None or owner._window is None else owner._window.num_ready()
 
-        meters = [meter for stage in self._stages for meter in stage.meters]
         return Measurement(
             "thread",
-            meters,
+            [stage.meter for stage in self._stages],
             window=self._capacity,
             num_ready=num_ready,
             closed_at=lambda: signal.closed_at,
@@ -148,8 +139,10 @@ class Pipeline:
             )
         try:
             record = self._window.next(timeout_seconds)
-        except (KeyboardInterrupt, NotInTime):
-            self.lifetime.grace_seconds = _GRACE_SECONDS_AFTER_INTERRUPT
+        except BaseException as error:
+            self.measurement.consumer.get()  # Nothing; but it waits no longer.
+            if isinstance(error, KeyboardInterrupt | NotInTime):
+                self.lifetime.grace_seconds = _GRACE_SECONDS_AFTER_INTERRUPT
             raise
         self.lifetime.grace_seconds = _GRACE_SECONDS
         return record

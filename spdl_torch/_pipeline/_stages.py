@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from operator import length_hint
 from typing import Any, Final, Protocol
 
-from ._meter import LAP_SECONDS, CollateMeter, Meter, StageMeter, WorkerMeter
+from ._meter import LAP_SECONDS, Meter, StageMeter, WorkerMeter
 from ._record import Record
 from ._sighting import Sighting, stack_lines
 from ._workers import Workers
@@ -19,7 +19,6 @@ from ._workers import Workers
 __all__ = [
     "BatchStage",
     "CollateStage",
-    "Feeder",
     "GroupSize",
     "Operation",
     "Place",
@@ -71,13 +70,6 @@ class BatchStage(Protocol):
 
     def put(self, record: Record) -> None:
         """Take over a record whose batch is made."""
-
-
-class Feeder(Protocol):
-    """The workers of the stage before."""
-
-    def is_at_work(self) -> bool:
-        """Whether there may be something to come from them."""
 
 
 class Place:
@@ -206,12 +198,13 @@ class ThreadStage:
         self._worker_ids = worker_ids
         self._workers = self.takers = Workers(name, worker_ids, self)
         self.workers = [self._workers]
-        self.feeders: Sequence[Feeder] = ()
         self._meters = {id_: WorkerMeter(f"{name}-{id_}") for id_ in worker_ids}
-        workers = list(self._meters.values())
-        self.meters: list[Meter] = [] if name == "collate" else [StageMeter(name, workers)]
-        if collate_stage is None:
-            self.meters.append(CollateMeter(workers))
+        self.meter: Meter = StageMeter(
+            name,
+            list(self._meters.values()),
+            has_samples=name != "collate",
+            has_batches=collate_stage is None,
+        )
 
     # -- how work enters ---------------------------------------------------------------------
 
@@ -322,8 +315,7 @@ class ThreadStage:
             # next batch.
             if not signal.consumer_is_patient:
                 signal.set()
-        is_starved = bool(self.feeders) and any(feeder.is_at_work() for feeder in self.feeders)
-        self._group_size.observe(num_samples, meter.end(is_starved=is_starved) - started)
+        self._group_size.observe(num_samples, meter.end() - started)
         task[-1].record.signal.set()
 
     def _do(self, job: _Job, tools: Tools) -> int:
@@ -341,9 +333,7 @@ class ThreadStage:
                 is_timed = meter.recorder is not None or (
                     self._is_watched or self._group_size.seconds_per_sample > LAP_SECONDS
                 )
-                num_done, num_settled = self._fill(
-                    job, operation, place, meter if is_timed else None
-                )
+                num_done, num_settled = self._fill(job, operation, meter, place, is_timed=is_timed)
                 num_cheap = 0 if is_timed else num_done
             is_last = num_settled > 0 and record.settle(num_settled)
             if not is_last or self._collate_stage is not None:
@@ -364,12 +354,15 @@ class ThreadStage:
         return num_done
 
     def _fill(
-        self, job: _Job, operation: Operation, place: Place, meter: WorkerMeter | None
+        self,
+        job: _Job,
+        operation: Operation,
+        meter: WorkerMeter,
+        place: Place,
+        *,
+        is_timed: bool,
     ) -> tuple[int, int]:
-        """Fill slots until there are none left; gives how many, and how many are settled.
-
-        With a meter, each has a lap.
-        """
+        """Fill slots until there are none left; gives how many, and how many are settled."""
         record = job.record
         signal, next_stage = record.signal, self._next_stage
         slots = record.slots
@@ -383,11 +376,11 @@ class ThreadStage:
                     place.slot = slot
                     slots[slot] = operation(inputs[slot])
                     num_done += 1
-                    if meter is not None:
-                        meter.lap(self._name, record.number, 1, record.indices[slot])
-                        place.since = meter.at
                     if signal.is_closed:
                         break
+                    if is_timed:
+                        meter.lap(self._name, record.number, 1, record.indices[slot])
+                        place.since = meter.at
                     if next_stage is not None:
                         done.append(slot)
                         now = time.monotonic()
@@ -396,6 +389,8 @@ class ThreadStage:
                             done, passed_on = [], now
                 break
             except BaseException as error:
+                # It took its time, and no other sample's.
+                meter.lap(self._name, record.number, 0, record.indices[slot])
                 failure = self._remedied(record, slot, error)
                 if failure is not None:
                     num_failed = self._fail(job, slot, failure)

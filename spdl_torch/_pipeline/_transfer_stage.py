@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ._meter import Meter, StageMeter, WorkerMeter
 from ._record import Record
 from ._sighting import Sighting, of_batch
 from ._signal import Signal
-from ._stages import Feeder, Operation, note_origin, without_our_frame
+from ._stages import Operation, note_origin, without_our_frame
 from ._workers import Workers
 
 __all__ = ["Taken", "TransferStage"]
@@ -51,9 +51,8 @@ class TransferStage:
         self.tools: dict[int, Operation] = {}
         self._workers = Workers(name, [0], self)
         self.workers = [self._workers]
-        self.feeders: Sequence[Feeder] = ()
         self._meter = WorkerMeter(name)
-        self.meters: list[Meter] = [StageMeter(name, [self._meter])]
+        self.meter: Meter = StageMeter(name, [self._meter])
 
     # -- how work enters -------------------------------------------------------------------------
 
@@ -112,8 +111,7 @@ class TransferStage:
                 note_origin(error, self._name, record, None)
                 record.fail(0, without_our_frame(error))
             self._meter.lap(self._name, record.number, 1)
-            # Without a batch to take on, it is that none is made or that the loop has not come on.
-            self._meter.end(is_starved=not self._waiting)
+            self._meter.end()
         self._at = None
         record.finish(batch)
         record.signal.set()

@@ -142,7 +142,7 @@ class Window:
         self._num_turns_taken += record.turn is not None
         self._advance(record.number + 1)
         del self._pending[position]
-        self._returned = self._meter.get_batch()
+        self._returned = self._meter.get()
         return record
 
     def num_ready(self) -> int:
@@ -262,8 +262,9 @@ class Window:
     def _wait_for_signal(self, deadline: float | None) -> bool:
         asleep_since = time.monotonic()
         in_time = self._signal.wait(deadline)
-        if in_time and self._signal.set_at > asleep_since:
-            self._meter.wake_seconds += time.monotonic() - self._signal.set_at
+        set_at = self._signal.set_at
+        if in_time and set_at > asleep_since:
+            self._meter.wake_seconds += time.monotonic() - set_at
             self._meter.num_wakes += 1
         return in_time
 

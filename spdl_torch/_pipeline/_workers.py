@@ -85,9 +85,6 @@ class _TaskQueue:
     def has_sleeper(self) -> bool:
         return bool(self._sleepers)
 
-    def num_sleepers(self) -> int:
-        return len(self._sleepers)
-
     def clear(self) -> None:
         self._tasks.clear()
 
@@ -143,9 +140,6 @@ class Workers:
 
     def any_is_idle(self) -> bool:
         return self._tasks.has_sleeper()
-
-    def is_at_work(self) -> bool:
-        return self._tasks.num_sleepers() < len(self.threads)
 
     def abandon(self) -> None:
         self._tasks.clear()

@@ -30,7 +30,7 @@ class CachedLoader:
         self.loader = loader
         self.num_batches = num_batches
         self._length = length
-        self._batches: list[Any] = []
+        self._batches: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.loader) if self._length is None else self._length  # type: ignore[arg-type]
@@ -42,17 +42,20 @@ class CachedLoader:
             raise TypeError(
                 "the loader has no length. Give CachedLoader one: length=1000."
             ) from error
-        if len(self._batches) < self.num_batches:
-            self._batches = []
-            yield from self._real_batches(length)
-            length -= len(self._batches)
-        if self._batches:
-            yield from itertools.islice(itertools.cycle(self._batches), length)
+        batches = self._batches
+        if batches is None:
+            batches = []
+            for batch in itertools.islice(self.loader, min(self.num_batches, length)):
+                batches.append(batch)
+                yield batch
+            # Complete; a loop that has left earlier begins anew.
+            self._batches = batches
+            length -= len(batches)
+        if batches:
+            yield from itertools.islice(itertools.cycle(batches), length)
 
-    def _real_batches(self, length: int) -> Iterator[Any]:
-        for batch in itertools.islice(self.loader, min(self.num_batches, length)):
-            self._batches.append(batch)
-            yield batch
+    def __repr__(self) -> str:
+        return f"CachedLoader({self.loader!r}, num_batches={self.num_batches})"
 
     def __getattr__(self, name: str) -> Any:
         # Training scripts ask a loader for its dataset, its sampler, its batch size.

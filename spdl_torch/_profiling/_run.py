@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 from .._dataloader import DataLoader
 from .._dataset import Hooks, StagedDataset, finished, hooks_of
+from .._dataset_copy import DatasetCopies
+from .._errors import Remedies, policies_of
 from .._pipeline import Lap
 from .._randomness import generators_kept
 from .._stats import LoaderStats
@@ -22,7 +25,15 @@ from ._profile import Headroom, Profile, Scaling, Span
 __all__ = ["make_profile"]
 
 _NUM_KEPT: Final = 8
-"""Batches that the loop is timed with as if loading took no time."""
+"""Batches that the loop is timed with as if loading took no time,"""
+_MAX_FREE_SECONDS: Final = 10.0
+"""for no longer than this."""
+_NUM_TRIED: Final = 8
+"""Samples that a stage is measured with,"""
+_TRY_SECONDS: Final = 0.5
+"""or as many as can be made in this time."""
+_MAX_WIDTH_SECONDS: Final = 2.0
+"""If it took longer for one number of workers, no greater one is tried."""
 _ALONE_SECONDS: Final = 0.25
 """For how long a stage is measured with one number of workers,"""
 _MIN_BATCHES: Final = 8
@@ -37,48 +48,130 @@ def make_profile(
     *,
     sweep: bool,
 ) -> Profile:
-    with generators_kept(), _samplers_kept(loader), _twin(loader) as twin:
-        laps: list[Lap] = []
-        kept: list[Any] = []
-        iterator = iter(twin)
-        twin._measurement.record_with(laps.append)
-        for batch in itertools.islice(iterator, num_batches):
-            if step is not None:
-                step(batch)
-                if len(kept) < _NUM_KEPT:
-                    kept.append(batch)
-        stats = twin.stats()
-        headroom = None
-        if step is not None and kept:
-            headroom = _headroom(step, kept, stats.loop.num_batches, stats.elapsed_seconds)
+    if num_batches < 1:
+        raise ValueError(f"num_batches must be at least 1, got {num_batches}.")
+    with generators_kept(), _samplers_kept(loader):
+        run = _Run()
+        with _twin(loader) as twin:
+            run.iterate(twin, num_batches, step)
+        # Now that its workers do not load ahead any more.
+        headroom = None if step is None else run.headroom(step)
+        # Who wants processes, or no workers, may have a dataset that is not for threads.
+        has_threads = loader.num_workers > 0 and loader.worker_method == "thread"
         return Profile(
-            stats=stats,
-            spans=tuple(_spans(laps)),
-            scalings=tuple(_scalings(loader, stats)) if sweep else (),
+            stats=run.stats,
+            spans=tuple(_spans(run.laps)),
+            scalings=tuple(_scalings(loader, run.stats)) if sweep and has_threads else (),
             headroom=headroom,
         )
+
+
+class _Run:
+    """Some batches, and what was seen of them."""
+
+    stats: LoaderStats
+
+    def __init__(self) -> None:
+        self.laps: list[Lap] = []
+        self._kept: list[Any] = []
+        self._first_step_seconds = 0.0
+
+    def iterate(
+        self, loader: DataLoader[Any], num_batches: int, step: Callable[[Any], Any] | None
+    ) -> None:
+        iterator = iter(loader)
+        try:
+            loader._measurement.record_with(self.laps.append)
+            for batch in itertools.islice(iterator, num_batches):
+                if step is not None:
+                    self._step(step, batch)
+            self.stats = loader.stats()
+        finally:
+            # Processes too, which an exception's frames would keep.
+            shut_down = getattr(iterator, "_shutdown_workers", None)
+            if shut_down is not None:
+                shut_down()
+            del iterator
+
+    def _step(self, step: Callable[[Any], Any], batch: Any) -> None:
+        started = time.monotonic()
+        step(batch)
+        if not self._kept:
+            self._first_step_seconds = time.monotonic() - started
+        if len(self._kept) < _NUM_KEPT:
+            self._kept.append(batch)
+
+    def headroom(self, step: Callable[[Any], Any]) -> Headroom | None:
+        """How fast the loop is, and would be; None if there were too few batches to tell.
+
+        The first batch and the first step are left out: what is done once is nobody's rate.
+        """
+        loop = self.stats.loop
+        seconds = loop.waited_seconds - loop.first_wait_seconds + loop.step_seconds
+        seconds -= self._first_step_seconds
+        num_steps = loop.num_batches - 2  # The last one has not been counted yet.
+        if num_steps < 1 or seconds <= 0:
+            return None
+        _synchronise()
+        started = now = time.monotonic()
+        num_free = 0
+        for batch in itertools.islice(itertools.cycle(self._kept), num_steps):
+            step(batch)
+            num_free += 1
+            now = time.monotonic()
+            if now - started > _MAX_FREE_SECONDS:
+                break
+        _synchronise()
+        free = num_free / (time.monotonic() - started)
+        return Headroom(num_steps / seconds, max(free, num_steps / seconds))
+
+
+def _synchronise() -> None:
+    """Have the device done with what it was told to do."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 # -- the loader itself ----------------------------------------------------------------------------
 
 
 def _twin(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader like it, which leaves it and its sampler where they are."""
+    """A loader like it, which leaves it, its sampler and its record of bad samples as they are."""
     twin: DataLoader[Any] = object.__new__(type(loader))
     state = loader.__getstate__() | {"_next_progress": None}
+    state["_remedies"] = _remedies_without_log(loader)
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0:
+        # Its place in the data may be in itself. Workers have copies anyway.
+        state["dataset"] = DatasetCopies(loader.dataset, or_shallow=True).make()
     for name in ("sampler", "batch_sampler"):
         if state.get(name) is not None:
-            state[name] = _copied_sampler(state[name])
+            state[name] = _copied_sampler(state[name], loader.dataset)
     twin.__setstate__(state)
     return twin
 
 
-def _copied_sampler(sampler: Any) -> Any:
-    copied = copy.copy(sampler)
-    if hasattr(copied, "sampler") and hasattr(copied, "__dict__"):
-        with contextlib.suppress(AttributeError):
-            copied.sampler = copy.copy(copied.sampler)
-    return copied
+def _remedies_without_log(loader: DataLoader[Any]) -> Remedies:
+    replace, retry = policies_of(loader.on_error)
+    if replace is not None:
+        replace = dataclasses.replace(replace, log=None)
+    policies = [policy for policy in (replace, retry) if policy is not None]
+    return Remedies(policies or "raise", loader.dataset)
+
+
+def _copied_sampler(sampler: Any, dataset: Any) -> Any:
+    """A sampler that draws what this one would, and leaves this one alone."""
+    memo = {id(dataset): dataset}
+    source = getattr(sampler, "data_source", None)
+    memo[id(source)] = source
+    try:
+        if isinstance(sampler, Iterator):
+            raise TypeError("it is an iterator")
+        return copy.deepcopy(sampler, memo)
+    except Exception as error:
+        raise TypeError(
+            f"profile() needs a sampler that it can copy, because it draws from it: {error}. "
+            "Profile a loader that is made for it, with a sampler of its own."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -112,19 +205,6 @@ def _spans(laps: list[Lap]) -> Iterator[Span]:
             num_samples=lap.num_samples,
             index=lap.index,
         )
-
-
-def _headroom(
-    step: Callable[[Any], Any], batches: list[Any], num_batches: int, seconds: float
-) -> Headroom:
-    started = time.monotonic()
-    num_steps = max(num_batches, len(batches))
-    for batch in itertools.islice(itertools.cycle(batches), num_steps):
-        step(batch)
-    free_seconds = time.monotonic() - started
-    return Headroom(
-        batches_per_second=num_batches / seconds, free_batches_per_second=num_steps / free_seconds
-    )
 
 
 # -- each stage by itself -------------------------------------------------------------------------
@@ -177,6 +257,7 @@ def _scalings(loader: DataLoader[Any], stats: LoaderStats) -> Iterator[Scaling]:
     hooks = hooks_of(loader.dataset, batched=loader._auto_collation)
     cpu_widths = _powers_of_two(2 * stats.num_cores)
     io_widths = _powers_of_two(min(_MAX_IO_WORKERS, 2 * (loader.num_io_workers or 8)))
+    batch_size = len(batches[0])
     inputs: list[Any] = batches[0]
     if hooks.load is not None:
         alone = _Alone.of_load(hooks, batches)
@@ -187,30 +268,45 @@ def _scalings(loader: DataLoader[Any], stats: LoaderStats) -> Iterator[Scaling]:
         inputs = [batches[0]]
     samples = inputs
     if hooks.preprocess is not None:
-        num_each = len(batches[0]) if hooks.preprocess_takes_batch else 1
+        num_each = batch_size if hooks.preprocess_takes_batch else 1
         alone = _Alone(hooks.preprocess, inputs, num_each)
         yield from _scaling(loader, stats, "preprocess", alone, cpu_widths)
         with contextlib.suppress(Exception):
-            samples = [hooks.preprocess(value) for value in inputs]
+            samples = _some_of(hooks.preprocess, inputs)
             samples = samples[0] if hooks.preprocess_takes_batch else samples
-    if loader._auto_collation and loader.collate_fn is not None:
-        alone = _Alone(loader.collate_fn, [samples], len(batches[0]))
+    if loader._auto_collation and loader.collate_fn is not None and len(samples) > 0:
+        if isinstance(samples, list):
+            samples = list(itertools.islice(itertools.cycle(samples), batch_size))
+        alone = _Alone(loader.collate_fn, [samples], batch_size)
         yield from _scaling(loader, stats, "collate", alone, cpu_widths)
 
 
 def _some_batches(loader: DataLoader[Any]) -> list[list[Any]]:
     """The indices of the first batches that the sampler draws."""
     if loader._auto_collation:
-        drawn = itertools.islice(_copied_sampler(loader.batch_sampler), _NUM_KEPT)
+        drawn = itertools.islice(_copied_sampler(loader.batch_sampler, loader.dataset), _NUM_KEPT)
         return [list(batch) for batch in drawn]
-    return [[index] for index in itertools.islice(_copied_sampler(loader.sampler), _NUM_KEPT)]
+    indices = itertools.islice(_copied_sampler(loader.sampler, loader.dataset), _NUM_KEPT)
+    return [[index] for index in indices]
 
 
 def _loaded(hooks: Hooks, batch: list[Any]) -> list[Any]:
     assert hooks.load is not None
     if hooks.load_takes_batch:
         return list(finished(hooks.load(batch)))
-    return [finished(hooks.load(index)) for index in batch]
+    load = hooks.load
+    return _some_of(lambda index: finished(load(index)), batch)
+
+
+def _some_of(operation: Callable[[Any], Any], inputs: list[Any]) -> list[Any]:
+    """What it makes of the first inputs, within reason."""
+    made = []
+    started = time.monotonic()
+    for value in inputs[:_NUM_TRIED]:
+        made.append(operation(value))
+        if time.monotonic() - started > _TRY_SECONDS:
+            break
+    return made
 
 
 def _scaling(
@@ -223,11 +319,16 @@ def _scaling(
     """One; or none, for a stage that does what it does in its place only."""
     measured = stats.stage(stage)
     is_cheap = measured is not None and measured.mean_seconds < 0.001
+    throughputs = []
     with contextlib.suppress(Exception):
-        throughputs = [
-            (width, alone.num_each * _calls_per_second(alone, width, loader, is_cheap=is_cheap))
-            for width in widths
-        ]
+        _calls_per_second(alone, 1, loader, is_cheap=is_cheap)  # Caches are filled.
+        for width in widths:
+            started = time.monotonic()
+            num_calls = _calls_per_second(alone, width, loader, is_cheap=is_cheap)
+            throughputs.append((width, alone.num_each * num_calls))
+            if time.monotonic() - started > _MAX_WIDTH_SECONDS:
+                break
+    if throughputs:
         yield Scaling(stage, tuple(throughputs))
 
 
@@ -246,6 +347,7 @@ def _calls_per_second(
         in_order=False,
         copy_dataset=loader.copy_dataset,
     ) as alone:
+        alone._event_loop = loader._event_loop  # What a client is bound to.
         iterator = iter(alone)
         next(iterator)  # The threads are there.
         started = now = time.monotonic()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .._stats import LoaderStats, StageStats
     from ._profile import Headroom, Profile, Scaling
 
-__all__ = ["line", "table"]
+__all__ = ["line", "stats_table", "table"]
 
 _COLUMNS = 100
 
@@ -21,14 +21,18 @@ _BATCH_STAGES = ("collate", "transfer")
 """Those that work at whole batches."""
 
 
-def table(profile: Profile) -> str:
-    """The whole profile, verdict first."""
-    stats = profile.stats
+def stats_table(stats: LoaderStats) -> str:
+    """What was measured, verdict first."""
     verdict = stats.verdict
     lines = [*_wrapped(verdict.sentence), *_wrapped(verdict.advice), ""]
     if stats.stages:
         lines += [*_aligned([_HEADER, *map(_stage_row, stats.stages)]), ""]
-    lines += _loop(stats)
+    return "\n".join([*lines, *_loop(stats)])
+
+
+def table(profile: Profile) -> str:
+    """The whole profile."""
+    lines = [stats_table(profile.stats)]
     if profile.headroom:
         lines.append(_headroom(profile.headroom))
     if profile.scalings:
@@ -93,7 +97,7 @@ def _loop(stats: LoaderStats) -> Iterator[str]:
     )
     yield (
         f"      first batch after {_duration(loop.first_wait_seconds)}, "
-        f"woken in {_duration(loop.wake_seconds)}, {_size(stats.num_bytes)}"
+        f"woken in {_duration(loop.wake_seconds)}, {_size(stats.num_bytes)} of batches"
     )
     if stats.num_bad_samples or stats.num_retries:
         yield f"      {stats.num_bad_samples} bad samples replaced, {stats.num_retries} retries"
@@ -130,7 +134,7 @@ def _aligned(rows: list[list[str]]) -> Iterator[str]:
 
 
 def _batches_per_second(stats: LoaderStats) -> float:
-    return _ratio(stats.loop.num_batches, stats.elapsed_seconds)
+    return stats.loop.batches_per_second
 
 
 def _ratio(part: float, whole: float) -> float:

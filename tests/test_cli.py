@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,7 +133,9 @@ def test_every_damaged_image_is_found_and_no_other(tmp_path, capsys):
 
 def test_check_of_good_images_says_so(folder, capsys):
     assert run("check", folder) == 0
-    assert capsys.readouterr().out.startswith("12 checked, 0 damaged")
+    printed = capsys.readouterr()
+    assert printed.err.startswith("12 checked, 0 damaged")
+    assert printed.out == ""
 
 
 def test_check_names_the_damaged_image_and_the_reason_in_a_line(folder, capsys):
@@ -139,9 +143,19 @@ def test_check_names_the_damaged_image_and_the_reason_in_a_line(folder, capsys):
     path.parent.mkdir()
     path.write_bytes(b"")
     assert run("check", folder) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{path}: it is empty".replace("\n", "\\n")
-    assert lines[1].startswith("13 checked, 1 damaged")
+    printed = capsys.readouterr()
+    assert printed.out == f"{path}: it is empty".replace("\n", "\\n") + "\n"
+    assert printed.err.startswith("13 checked, 1 damaged")
+
+
+def test_check_of_one_file_does_not_mind_its_name(tmp_path, capsys):
+    good, bad = tmp_path / "good", tmp_path / "bad.txt"
+    good.write_bytes(photo())
+    bad.write_bytes(photo()[:5000])
+    assert run("check", good, "--json") == 0
+    assert document(capsys)["num_images"] == 1
+    assert run("check", bad) == 1
+    assert capsys.readouterr().out.startswith(f"{bad}: it is truncated")
 
 
 def test_check_finds_what_cannot_be_opened(folder, capsys):
@@ -209,6 +223,10 @@ def test_bench_measures_three_loaders_that_do_the_same_job(folder, capsys, augme
         assert loader["images_per_second"] > 0
         # They take the same parts of the images: others would be off by dozens of levels.
         assert loader["difference_from_pil"] < 2
+        assert min(loader["ratios"]) <= loader["ours_divided_by_it"] <= max(loader["ratios"])
+    for loader in report["loaders"][:2]:
+        assert loader["is_clear"] == (min(loader["ratios"]) > 1 or max(loader["ratios"]) < 1)
+    assert report["loaders"][2]["is_clear"] is None
     assert (report["num_images"], report["num_used"], report["num_left_out"]) == (12, 12, 0)
 
 
@@ -235,8 +253,37 @@ def test_bench_leaves_out_what_not_everybody_can_decode(folder, capsys):
     assert run("bench", folder, *options) == 0
     printed = capsys.readouterr().out
     assert "12 of 14 images" in printed
+    assert "1 worker each" in printed
+    assert "One round, which may be chance" in printed
     assert "not every loader can decode them: 2." in printed
     assert f'ImageFolder("{folder}", loader=images, allow_empty=True)' in printed
+
+
+def test_bench_refuses_a_batch_of_more_images_than_there_are(folder, capsys):
+    assert run("bench", folder, "--batch-size", 13) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "Give --batch-size 12 or less." in printed.err
+
+
+def test_bench_of_few_images_takes_smaller_batches_than_the_default(folder, capsys):
+    assert run("bench", folder, "--json", "--workers", 1, "--size", 32, "--rounds", 1) == 0
+    assert document(capsys)["batch_size"] == 12
+
+
+def test_bench_says_how_the_ratio_is_taken_and_where_rounds_disagree(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ticks = itertools.count()
+    # Every delivery is as long after the one before.
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) / 100)
+    options = ["--batch-size", 2, "--workers", 1, "--size", 32, "--rounds", 3]
+    assert run("bench", folder, *options) == 0
+    printed = capsys.readouterr().out
+    assert "Medians of 3 interleaved rounds (lowest–highest)" in printed
+    assert "need not be the ratio of the medians" in printed
+    assert "…" not in printed  # The table fits.
+    assert printed.count("1.00 (1.00–1.00)") == printed.count("no clear difference") == 2
 
 
 def test_bench_of_nothing_but_damaged_images_fails(tmp_path, capsys):
@@ -259,6 +306,31 @@ def make_torch_loader():
 
 def make_list():
     return []
+
+def make_empty():
+    return spdl_torch.DataLoader([], batch_size=4)
+
+def make_with(size):
+    return None
+
+class Broken:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.fail()
+
+    def fail(self):
+        raise KeyError("of the user")
+
+def make_broken():
+    return spdl_torch.DataLoader(Broken(), batch_size=4, num_workers=2)
+
+def make_broken_in_caller():
+    return spdl_torch.DataLoader(Broken(), batch_size=4)
+
+def make_nothing():
+    raise KeyError("of the user")
 
 number = 1
 """
@@ -297,6 +369,32 @@ def test_profile_of_torchs_loader_says_what_to_change(module, capsys):
     assert "from spdl_torch import DataLoader" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("factory", "first_function"),
+    [
+        ("make_broken", "__getitem__"),
+        ("make_broken_in_caller", "__getitem__"),
+        ("make_nothing", "make_nothing"),
+    ],
+)
+def test_a_traceback_begins_in_the_users_code(factory, first_function, module, capsys):
+    assert run("profile", f"{module}:{factory}") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith(f"in {first_function}")
+    assert f"{module}.py" in lines[1]
+    assert any(line == "KeyError: 'of the user'" for line in lines)
+
+
+def test_a_syntax_error_of_the_user_is_shown_without_our_frames(module, capsys):
+    Path(f"{module}.py").write_text("def make(:\n")
+    assert run("profile", f"{module}:make") == 1
+    printed = capsys.readouterr().err
+    assert f'{module}.py", line 1' in printed
+    assert "_profile.py" not in printed
+    assert "SyntaxError" in printed
+
+
 def test_profile_of_a_damaged_image_fails_in_a_line(folder, capsys):
     for path in folder.glob("cats/*"):
         path.write_bytes(b"")
@@ -326,8 +424,10 @@ def test_the_demo_trains_with_both_loaders_and_gives_a_verdict(capsys):
 def test_the_demo_shows_a_table(capsys):
     assert run("demo", "--images", 32, "--workers", 1) == 0
     printed = capsys.readouterr().out
-    for word in ("images/s", "accuracy", "torch + PIL", "spdl_torch", "Verdict: "):
+    for word in ("images/s", "accuracy", "torch + PIL", "spdl_torch", "Verdict: ", "1 worker."):
         assert word in printed
+    assert "Loss and accuracy differ slightly" in printed
+    assert "first batch" not in printed
 
 
 # -- usage -----------------------------------------------------------------------------------------
@@ -338,9 +438,11 @@ def test_the_demo_shows_a_table(capsys):
     [
         ([], "required: COMMAND"),
         (["sing"], "invalid choice: 'sing'"),
-        (["check"], "required: DIR"),
+        (["--workres"], "unknown option --workres"),
+        (["--workers", "4", "bench", "empty"], "unknown option --workers; those of a command"),
+        (["check", "empty", "--workres", "4"], "unrecognized arguments: --workres 4"),
+        (["check"], "required: DIR|FILE"),
         (["check", "nowhere"], "nowhere: No such file or directory"),
-        (["check", "file.jpg"], "file.jpg: Not a directory"),
         (["check", "empty"], "there are no images in empty"),
         (["bench", "nowhere"], "nowhere: No such file or directory"),
         (["bench", "empty"], "there are no images in empty"),
@@ -352,8 +454,16 @@ def test_the_demo_shows_a_table(capsys):
         (["profile", "json:make"], "json has no make"),
         (["profile", "json:make", "--html", "a.txt"], "--html takes a file that ends in .html"),
         (["profile", "json:make", "--trace", "no/a.json"], "there is no directory no"),
-        (["profile", "{module}:number"], "is a int. Name a function"),
-        (["profile", "{module}:make_list"], "returns a list. It must return"),
+        (["profile", "{module}:number"], "is of type int. Name a function"),
+        (["profile", "{module}:make_list"], "returns an object of type list. It must return"),
+        (["profile", "{module}:make_empty"], "make_empty has no batches"),
+        (["profile", "{module}:make_with"], "missing a required argument: 'size'"),
+        (["profile", "{module}.py:make_loader"], "Did you mean {module}:make_loader?"),
+        (["profile", "a/{module}.py:make"], "Did you mean a.{module}:make?"),
+        (
+            ["profile", "{module}:make_loader", "--workers", "4", "--augment"],
+            "--workers, --augment: for a folder of images only",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(arguments, message, module, capsys):
@@ -364,7 +474,7 @@ def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(arguments, message, m
     assert printed.out == ""
     assert printed.err.startswith("spdl-torch")
     assert printed.err.count("\n") == 1
-    assert message in printed.err
+    assert message.format(module=module) in printed.err
 
 
 @pytest.mark.parametrize("name", [None, "demo", "bench", "profile", "check"])
@@ -389,9 +499,11 @@ def test_a_pipe_gets_words_without_colours_or_bars(folder):
     (folder / "empty.jpg").touch()
     plain = {"NO_COLOR": "1", "FORCE_COLOR": "", "PYTHONIOENCODING": "ascii"}
     program = command("check", folder, env=os.environ | plain)
-    assert (program.returncode, program.stderr) == (1, "")
-    assert "\x1b" not in program.stdout
-    assert len(program.stdout.splitlines()) == 2
+    assert program.returncode == 1
+    assert program.stdout == f"{folder}/empty.jpg: it is empty\n"
+    assert "\x1b" not in program.stderr
+    assert program.stderr.startswith("13 checked, 1 damaged")
+    assert program.stderr.count("\n") == 1
 
 
 def test_a_terminal_gets_bars_and_whole_lines(folder):
@@ -407,6 +519,7 @@ def test_a_terminal_gets_bars_and_whole_lines(folder):
     os.close(leader)
     assert b"checking" in printed
     assert f"{folder}/empty.jpg: it is empty\r\n".encode() in printed
+    assert b"13 checked, 1 damaged" in printed
 
 
 def _read(descriptor):

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from collections.abc import Sequence
 
-from ._parser import CommandError, parser
+from ._parser import CommandError, parsed
 
 __all__ = ["main"]
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     prefix = "spdl-torch"
     try:
-        options = parser().parse_args(arguments)
+        options = parsed(arguments)
         prefix = f"spdl-torch {options.command}"
         with warnings.catch_warnings():
             return _run(options.command, options)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from .. import DataLoader
 from ._job import ImageJob
 from ._parser import CommandError
-from ._screen import Bar, Screen
+from ._screen import Bar, Screen, counted
 
 __all__ = ["run"]
 
@@ -30,7 +30,9 @@ _MAX_TRIED = 512
 """As many images, from all over the folder, are loaded again and again."""
 
 _SECONDS = 3.0
-"""How long a measurement should take, about."""
+"""How long the counted part of a measurement should take, about, and"""
+_MAX_LAPS = 20
+"""how many batches each worker makes for it at most. It makes one at least."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,12 +41,13 @@ def run(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     screen = Screen(as_json=options.json)
     job = ImageJob(options.folder, options.size, is_augmented=options.augment)
+    batch_size = _possible_batch_size(options, job)
     datasets = {PIL: job.by_pil(), TORCHVISION_IO: job.by_torchvision_io(), OURS: job.ours()}
     trial = _tried(job, datasets, options.workers, screen)
-    plan = _Plan.of(options.batch_size, options.workers, trial)
+    plan = _Plan.of(batch_size, options.workers, trial)
     figures = _measured(datasets, plan, options.rounds, screen)
     results = [_Result.of(name, figures, trial) for name in datasets]
-    code = job.code(options.batch_size, options.workers)
+    code = job.code(batch_size, options.workers)
     screen.show(_table(results))
     _explain(job, plan, trial, options.rounds, screen)
     screen.say("\nThe last row, to paste:\n")
@@ -55,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             "num_images": job.num_images,
             "num_used": len(trial.indices),
             "num_left_out": trial.num_left_out,
-            "batch_size": options.batch_size,
+            "batch_size": batch_size,
             "workers": options.workers,
             "size": options.size,
             "augment": options.augment,
@@ -64,6 +67,19 @@ def run(options: argparse.Namespace) -> int:
         }
     )
     return 0
+
+
+def _possible_batch_size(options: argparse.Namespace, job: ImageJob) -> int:
+    """At the door: a batch of more images than there are would be of some again and again."""
+    batch_size: int = options.batch_size
+    if batch_size <= job.num_images:
+        return batch_size
+    if "--batch-size" not in options.given:
+        return job.num_images
+    raise CommandError(
+        f"--batch-size {batch_size} is more than there are images in {job.folder}. Give "
+        f"--batch-size {job.num_images} or less."
+    )
 
 
 # -- the same job? ---------------------------------------------------------------------------------
@@ -153,7 +169,8 @@ class _Plan(NamedTuple):
     """Which batches are loaded, and which of them count.
 
     The clock runs between two deliveries in the middle of an epoch, so that the start of workers
-    and their idle end are nobody's advantage. Each worker makes as many of the counted batches.
+    and their idle end are nobody's advantage. All goes by laps, in which each worker makes a
+    batch: torch's come in bursts of so many, and part of a burst would tell nothing.
     """
 
     batch_size: int
@@ -164,20 +181,35 @@ class _Plan(NamedTuple):
 
     @staticmethod
     def of(batch_size: int, num_workers: int, trial: _Trial) -> _Plan:
-        wanted = _SECONDS / trial.seconds / batch_size  # Per worker.
-        num_counted = num_workers * max(2, min(20, round(wanted)))
-        num_batches = 2 * num_workers + num_counted + num_workers
+        lap_seconds = trial.seconds * batch_size
+        counted_laps = max(1, min(_MAX_LAPS, round(_SECONDS / lap_seconds)))
+        # Both begin two batches for each worker at once (prefetch_factor), and ours come together:
+        # counted among them, they would look several times as fast.
+        num_before = 2 * num_workers
+        num_counted = counted_laps * num_workers
+        # Nobody is idle when the clock stops: another lap has begun. It is not waited for.
+        num_batches = num_before + num_counted + num_workers
         repeated = itertools.islice(itertools.cycle(trial.indices), num_batches * batch_size)
-        return _Plan(batch_size, num_workers, 2 * num_workers, num_counted, list(repeated))
+        return _Plan(batch_size, num_workers, num_before, num_counted, list(repeated))
+
+    @property
+    def num_loaded(self) -> int:
+        """Batches until the clock stops."""
+        return self.num_before + self.num_counted
 
 
 def _images_per_second(
-    loader_class: Callable[..., Iterable[Any]], dataset: Dataset[Any], plan: _Plan
+    loader_class: Callable[..., Iterable[Any]], dataset: Dataset[Any], plan: _Plan, bar: Bar
 ) -> float:
     loader = loader_class(
         dataset, batch_size=plan.batch_size, sampler=plan.indices, num_workers=plan.num_workers
     )
-    delivered_seconds = [time.perf_counter() for _ in loader]
+    delivered_seconds = []
+    # Torch's has no end but that of its iterator.
+    with loader if isinstance(loader, DataLoader) else contextlib.nullcontext():
+        for _ in itertools.islice(loader, plan.num_loaded):
+            delivered_seconds.append(time.perf_counter())
+            bar.advance(plan.batch_size)
     first = plan.num_before - 1
     seconds = delivered_seconds[first + plan.num_counted] - delivered_seconds[first]
     return plan.num_counted * plan.batch_size / seconds
@@ -188,25 +220,15 @@ def _measured(
 ) -> dict[str, list[float]]:
     """Images a second of everybody, one figure for each round."""
     figures: dict[str, list[float]] = {name: [] for name in datasets}
-    measures = {
-        name: partial(
-            _images_per_second, DataLoader if name == OURS else TorchDataLoader, dataset, plan
-        )
-        for name, dataset in datasets.items()
-    }
-    with screen.bar("measuring", num_rounds * len(datasets), "runs") as bar:
+    num_images = num_rounds * len(datasets) * plan.num_loaded * plan.batch_size
+    # Drawing takes a few milliseconds, of what is measured too.
+    with screen.bar("measuring", num_images, "images", interval_seconds=0.5) as bar:
         for round_number in range(num_rounds):
             for name in _rotated(list(datasets), round_number):
-                _measure(name, measures[name], figures, bar)
+                bar.describe(f"round {round_number + 1} of {num_rounds}, {name}")
+                loader_class = DataLoader if name == OURS else TorchDataLoader
+                figures[name].append(_images_per_second(loader_class, datasets[name], plan, bar))
     return figures
-
-
-def _measure(
-    name: str, measure: Callable[[], float], figures: dict[str, list[float]], bar: Bar
-) -> None:
-    bar.describe(f"measuring {name}")
-    figures[name].append(measure())
-    bar.advance()
 
 
 def _rotated(names: list[str], shift: int) -> list[str]:
@@ -224,6 +246,11 @@ class _Result:
     images_per_second: float
     rounds: list[float]
     ours_divided_by_it: float
+    """The median of the ratios, and not the ratio of the medians."""
+    ratios: list[float]
+    """Ours / it within each round, where both find the same machine."""
+    is_clear: bool | None
+    """Whether all rounds agree on who is faster; None for a single round, and for ours."""
     difference_from_pil: float
 
     @staticmethod
@@ -235,36 +262,53 @@ class _Result:
             statistics.median(rounds),
             rounds,
             statistics.median(ratios),
+            ratios,
+            None if name == OURS or len(ratios) == 1 else not min(ratios) <= 1 <= max(ratios),
             trial.differences[name],
         )
 
 
 def _table(results: Sequence[_Result]) -> Table:
     table = Table()
-    table.add_column("loader", no_wrap=True)
-    for head in ("images/s", "lowest–highest", "ours / it", "off PIL by"):
+    table.add_column("loader")  # Of all columns, the one that may be broken into lines.
+    heads = ("images/s", "spdl_torch is\n× as fast", "pixels differ\nfrom PIL's by")
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for result in results:
         is_ours = result.name == OURS
         table.add_row(
             result.name,
-            f"{result.images_per_second:,.0f}",
-            f"{min(result.rounds):,.0f}–{max(result.rounds):,.0f}",
-            "" if is_ours else f"{result.ours_divided_by_it:.2f}",
+            f"{result.images_per_second:,.0f}" + _range(result.rounds, ",.0f"),
+            "" if is_ours else _ratio(result),
             f"{result.difference_from_pil:.2f}",
             style="bold" if is_ours else None,
         )
     return table
 
 
+def _ratio(result: _Result) -> str:
+    ratio = f"{result.ours_divided_by_it:.2f}" + _range(result.ratios, ".2f")
+    return f"{ratio}\nno clear difference" if result.is_clear is False else ratio
+
+
+def _range(values: list[float], form: str) -> str:
+    return "" if len(values) == 1 else f" ({min(values):{form}}–{max(values):{form}})"
+
+
 def _explain(job: ImageJob, plan: _Plan, trial: _Trial, num_rounds: int, screen: Screen) -> None:
     kind = "random parts, mirrored at random" if job.is_augmented else "the middle square"
     screen.say(
         f"{len(trial.indices):,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
-        f"pixels, batches of {plan.batch_size}, {plan.num_workers} workers each. Medians of "
-        f"{num_rounds} interleaved rounds; files from the cache, start of workers not counted. "
-        "“off PIL by”: mean difference of pixels, from 0 to 255."
+        f"pixels, batches of {plan.batch_size}, {counted(plan.num_workers, 'worker')} each. Files "
+        "from the cache, start of workers not counted. Pixels: mean difference, from 0 to 255."
     )
+    if num_rounds == 1:
+        screen.say("One round, which may be chance; see whether others agree: --rounds 3.")
+    else:
+        screen.say(
+            f"Medians of {num_rounds} interleaved rounds (lowest–highest). “× as fast” is taken "
+            "within each round, so its median need not be the ratio of the medians."
+        )
     if trial.num_left_out:
         screen.say(
             f"Left out, as not every loader can decode them: {trial.num_left_out:,}. See which "

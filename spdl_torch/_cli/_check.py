@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import DataLoader, ImageError, ImageLoader, StagedDataset
-from ._folder import Unreadable, existing_folder, image_paths
+from ._folder import Unreadable, images_at
 from ._jpeg import only_scan
 from ._parser import CommandError
 from ._screen import Bar, Screen, printable
@@ -89,30 +90,30 @@ def _reason(error: Exception, path: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List the damaged images of a folder; the exit code is 1 if there are any."""
+    """List the damaged images; the exit code is 1 if there are any."""
     screen = Screen(as_json=options.json)
-    folder = existing_folder(options.folder)
+    path: Path = options.path
     started_seconds = time.perf_counter()
     with screen.bar("counting", unit="images") as bar:
-        num_images = _count(folder, bar)
+        num_images = _count(images_at(path), bar)
     if num_images == 0:
-        raise CommandError(f"there are no images in {folder}")
+        raise CommandError(f"there are no images in {path}")
     damaged = []
     num_damaged = 0
     with screen.bar("checking", num_images, "images") as bar:
-        for finding in _findings(folder, options.workers, bar):
+        for finding in _findings(images_at(path), options.workers, bar):
             num_damaged += 1
             if options.json:  # Else it is said at once, and need not be remembered.
                 damaged.append(asdict(finding))
             screen.say(f"{printable(finding.path)}: {printable(finding.reason)}")
     seconds = time.perf_counter() - started_seconds
-    screen.say(
+    screen.remark(
         f"{num_images:,} checked, {num_damaged:,} damaged ({seconds:.1f} s)",
         style="red" if num_damaged else "green",
     )
     screen.document(
         {
-            "folder": folder,
+            "path": path,
             "num_images": num_images,
             "num_damaged": num_damaged,
             "seconds": seconds,
@@ -122,19 +123,19 @@ def run(options: argparse.Namespace) -> int:
     return 1 if num_damaged else 0
 
 
-def _count(folder: str, bar: Bar) -> int:
+def _count(images: Iterable[str | Unreadable], bar: Bar) -> int:
     num_images = 0
-    for _ in image_paths(folder):
+    for _ in images:
         num_images += 1
         bar.advance()
     return num_images
 
 
-def _findings(folder: str, num_workers: int, bar: Bar) -> Iterator[Finding]:
+def _findings(images: Iterable[str | Unreadable], num_workers: int, bar: Bar) -> Iterator[Finding]:
     loader = DataLoader(
         _Images(),
         batch_size=_BATCH_SIZE,
-        sampler=image_paths(folder),
+        sampler=images,
         num_workers=num_workers,
         buffer_size=2 * num_workers,
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ._parser import CommandError
 
-__all__ = ["Unreadable", "existing_folder", "image_paths", "images_beside_folders"]
+__all__ = ["Unreadable", "existing_folder", "image_paths", "images_at", "images_beside_folders"]
 
 _SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Of the formats that `ImageLoader` knows, in small letters."""
+
+_NOT_REGULAR = "it is no regular file"
 
 
 class Unreadable(NamedTuple):
@@ -29,6 +32,19 @@ def existing_folder(folder: Path) -> str:
     except OSError as error:
         raise CommandError(f"{folder}: {error.strerror}. Give a folder of images.") from None
     return str(folder)
+
+
+def images_at(path: Path) -> Iterator[str | Unreadable]:
+    """The images in a folder and in those below it; or a file, whatever its name."""
+    if path.is_dir():
+        return image_paths(existing_folder(path))
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise CommandError(
+            f"{path}: {error.strerror}. Give an image or a folder of images."
+        ) from None
+    return iter([str(path) if is_file else Unreadable(str(path), _NOT_REGULAR)])
 
 
 def images_beside_folders(folder: str) -> list[Path]:
@@ -76,4 +92,4 @@ def _checked(entry: os.DirEntry[str]) -> str | Unreadable:
     # Opening a named pipe would wait for its other end. A broken link is an error when opened.
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110 (millions of times)
         return entry.path
-    return Unreadable(entry.path, "it is no regular file")
+    return Unreadable(entry.path, _NOT_REGULAR)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .._version import __version__
 
-__all__ = ["CommandError", "parser"]
+__all__ = ["CommandError", "parsed"]
+
+_NUM_CORES = len(os.sched_getaffinity(0))
+
+_IMAGE_DEFAULTS = {"batch_size": 64, "workers": _NUM_CORES, "size": 224, "augment": False}
+"""Of the options for a folder of images. Not argparse's, for it does not tell what was given."""
 
 
 class CommandError(Exception):
@@ -35,7 +42,27 @@ class _Parser(argparse.ArgumentParser):
         raise CommandError(f"{message}. See {self.prog} --help.", prefix=self.prog)
 
 
-def parser() -> argparse.ArgumentParser:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line; `given` has those for images that are in it."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    everything = _parser()
+    first = arguments[0] if arguments else ""
+    # argparse would take what stands behind it for the command, or miss the command.
+    if first.startswith("-") and first not in {"-h", "--help", "--version"}:
+        everything.error(f"unknown option {first}; those of a command stand behind its name")
+    options = everything.parse_args(arguments)
+    values = vars(options)
+    defaults = {name: value for name, value in _IMAGE_DEFAULTS.items() if name in values}
+    options.given = [_option(name) for name in defaults if values[name] is not None]
+    values.update({name: value for name, value in defaults.items() if values[name] is None})
+    return options
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parser() -> argparse.ArgumentParser:
     """All commands with their arguments."""
     everything = _Parser(
         prog="spdl-torch",
@@ -61,7 +88,7 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
         epilog="example:\n  spdl-torch demo",
     )
     # More would have next to nothing to do.
-    _add_workers(demo, most=8)
+    _add_workers(demo, "threads of ours, processes of torch's", default=min(_NUM_CORES, 8))
     # For tests; the default is what the time limit allows.
     demo.add_argument("--images", type=_count, default=1000, help=argparse.SUPPRESS)
     return demo
@@ -77,7 +104,7 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         epilog="example:\n  spdl-torch bench photos/train --workers 8 --augment",
     )
     bench.add_argument("folder", metavar="DIR", type=Path, help="a folder of images")
-    _add_image_options(bench)
+    _add_image_options(bench, workers="threads of ours, processes of torch's")
     bench.add_argument(
         "--rounds", type=_count, default=3, metavar="N", help="of which the median counts [3]"
     )
@@ -103,7 +130,7 @@ def _add_profile(commands: Any) -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="FILE", help="save a timeline, for Perfetto (.json)"
     )
     images = profile.add_argument_group("for a folder of images")
-    _add_image_options(images)
+    _add_image_options(images, workers="threads that load")
     return profile
 
 
@@ -111,38 +138,37 @@ def _add_check(commands: Any) -> argparse.ArgumentParser:
     check: argparse.ArgumentParser = commands.add_parser(
         "check",
         help="find the images that cannot be decoded",
-        description="Decode every image in a folder and its subfolders, and list those that are "
-        "damaged. The exit code is 1 if there are any.",
+        description="Decode an image, or every image in a folder and its subfolders, and list "
+        "those that are damaged. The exit code is 1 if there are any.",
         epilog="example:\n  spdl-torch check photos --workers 8 > damaged.txt",
     )
-    check.add_argument("folder", metavar="DIR", type=Path, help="a folder of images")
-    _add_workers(check)
+    check.add_argument(
+        "path", metavar="DIR|FILE", type=Path, help="a folder of images, or one image"
+    )
+    _add_workers(check, "threads that decode", default=_NUM_CORES)
     return check
 
 
-def _add_image_options(group: Any) -> None:
-    group.add_argument(
-        "--batch-size", type=_count, default=64, metavar="N", help="images in a batch [64]"
-    )
-    _add_workers(group)
-    group.add_argument(
-        "--size", type=_count, default=224, metavar="N", help="pixels of each side [224]"
-    )
+def _add_image_options(group: Any, workers: str) -> None:
+    group.add_argument("--batch-size", type=_count, metavar="N", help="images in a batch [64]")
+    _add_workers(group, workers, default=None)
+    group.add_argument("--size", type=_count, metavar="N", help="pixels of each side [224]")
     group.add_argument(
         "--augment",
         action="store_true",
+        default=None,
         help="random parts, mirrored at random; else the middle square",
     )
 
 
-def _add_workers(group: Any, most: int | None = None) -> None:
-    num_cores = len(os.sched_getaffinity(0))
+def _add_workers(group: Any, what: str, default: int | None) -> None:
+    shown = _IMAGE_DEFAULTS["workers"] if default is None else default
     group.add_argument(
         "--workers",
         type=_count,
-        default=num_cores if most is None else min(num_cores, most),
+        default=default,
         metavar="N",
-        help="threads or processes that load [%(default)s, by the number of cores]",
+        help=f"{what} [{shown}, by the number of cores]",
     )
 
 

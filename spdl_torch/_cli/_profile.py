@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch.utils.data
 
-from .. import DataLoader, ImageError
+from .. import DataLoader, ImageError, Profile
 from ._parser import CommandError
 from ._screen import Screen
+from ._traceback import print_from_users_code
 
 __all__ = ["run"]
 
@@ -25,14 +27,17 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen(as_json=options.json)
     _check_file("--html", options.html, ".html")
     _check_file("--trace", options.trace, ".json")
-    with _current_directory_is_importable(), _loader(options) as loader:
+    if Path(options.target).is_dir():
+        profile = _profile_of_folder(options)
+    else:
         try:
-            profile = loader.profile(num_batches=options.batches)
-        except (ImageError, OSError) as error:
-            if not Path(options.target).is_dir():
-                raise  # It is of somebody's code, and so is the traceback.
-            hint = f"Find all of these: spdl-torch check {options.target}"
-            raise CommandError(f"{error} {hint}", exit_code=1) from None
+            with _current_directory_is_importable():
+                profile = _profile_of_factory(options)
+        except CommandError:
+            raise
+        except Exception as error:
+            print_from_users_code(error)
+            return 1
     screen.say(str(profile))
     saved = [str(path) for path in (options.html, options.trace) if path is not None]
     for path in saved:
@@ -59,34 +64,50 @@ def _save(profile: Any, path: str) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}", exit_code=1) from None
 
 
-# -- the loader ------------------------------------------------------------------------------------
+# -- the profile ---------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _loader(options: argparse.Namespace) -> Iterator[DataLoader[Any]]:
-    if Path(options.target).is_dir():
-        loader = _loader_of_folder(options)
-    else:
-        loader = _loader_of_factory(options.target)
-    with loader:
-        yield loader
-
-
-def _loader_of_folder(options: argparse.Namespace) -> DataLoader[Any]:
+def _profile_of_folder(options: argparse.Namespace) -> Profile:
     from ._job import ImageJob  # noqa: PLC0415 (torchvision, for those who have images)
 
     job = ImageJob(Path(options.target), options.size, is_augmented=options.augment)
-    return DataLoader(
+    with DataLoader(
         job.ours(), batch_size=options.batch_size, shuffle=True, num_workers=options.workers
-    )
+    ) as loader:
+        try:
+            return loader.profile(num_batches=options.batches)
+        except (ImageError, OSError) as error:
+            hint = f"Find all of these: spdl-torch check {options.target}"
+            raise CommandError(f"{error} {hint}", exit_code=1) from None
 
 
-def _loader_of_factory(target: str) -> DataLoader[Any]:
-    factory = _imported(target)
+def _profile_of_factory(options: argparse.Namespace) -> Profile:
+    module_name, name = _split(options.target)
+    if options.given:
+        raise CommandError(
+            f"{', '.join(options.given)}: for a folder of images only. Give your DataLoader these "
+            f"in {options.target}."
+        )
+    with _made(options.target, _imported(module_name, name)) as loader:
+        profile = loader.profile(num_batches=options.batches)
+    if profile.stats.loop.num_batches == 0:
+        raise CommandError(
+            f"the loader of {options.target} has no batches. Is its dataset empty, or smaller than "
+            "a batch, with drop_last=True?"
+        )
+    return profile
+
+
+# -- somebody's loader -----------------------------------------------------------------------------
+
+
+def _made(target: str, factory: Any) -> DataLoader[Any]:
     if not callable(factory):
         raise CommandError(
-            f"{target} is a {type(factory).__name__}. Name a function that returns a DataLoader."
+            f"{target} is of type {type(factory).__name__}. Name a function that returns a "
+            "DataLoader."
         )
+    _check_needs_nothing(target, factory)
     loader = factory()
     if isinstance(loader, DataLoader):
         return loader
@@ -96,17 +117,39 @@ def _loader_of_factory(target: str) -> DataLoader[Any]:
             "`from spdl_torch import DataLoader`; the arguments stay as they are."
         )
     raise CommandError(
-        f"{target} returns a {type(loader).__name__}. It must return a spdl_torch.DataLoader."
+        f"{target} returns an object of type {type(loader).__name__}. It must return spdl_torch's "
+        "DataLoader."
     )
 
 
-def _imported(target: str) -> Any:
+def _check_needs_nothing(target: str, factory: Any) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # Not everything that is written in C has one.
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise CommandError(
+            f"{target} is called without arguments: {error}. Name a function that needs none; it "
+            "may call this one."
+        ) from None
+
+
+def _split(target: str) -> tuple[str, str]:
     module_name, _, name = target.partition(":")
+    if module_name.endswith(".py") and name:
+        module = ".".join(Path(module_name).with_suffix("").parts)
+        raise CommandError(f"{target} names a file. Did you mean {module}:{name}?")
     if not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
         raise CommandError(
             f"{target} is neither a folder nor a function. Give a folder of images, or a function "
             "that returns a DataLoader, such as train:make_loader."
         )
+    return module_name, name
+
+
+def _imported(module_name: str, name: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:

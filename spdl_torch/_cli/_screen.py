@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Bar", "Screen", "print_error", "printable"]
+__all__ = ["Bar", "Screen", "counted", "print_error", "printable"]
 
 
 class Screen:
@@ -35,10 +35,17 @@ class Screen:
         # In JSON, what is said in words is not said; the document has it all.
         self._words = Console(highlight=False, quiet=as_json)
         self._document = Console(highlight=False)
+        self._remarks = self._words
+        if not sys.stdout.isatty():
+            self._remarks = Console(stderr=True, highlight=False, quiet=as_json)
 
     def say(self, text: str, style: str | None = None) -> None:
         """One or more lines, as they are: not wrapped, no markup."""
         self._words.print(text, style=style, markup=False, soft_wrap=True)
+
+    def remark(self, text: str, style: str | None = None) -> None:
+        """A line that is for who looks on, and not for the file that the results go to."""
+        self._remarks.print(text, style=style, markup=False, soft_wrap=True)
 
     def show(self, table: RenderableType) -> None:
         self._words.print(table)
@@ -49,8 +56,15 @@ class Screen:
             self._document.out(json.dumps(_plain(content), indent=2), highlight=False)
 
     @contextmanager
-    def bar(self, description: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
-        """A progress bar that is gone when the block ends."""
+    def bar(
+        self,
+        description: str,
+        total: int | None = None,
+        unit: str = "",
+        *,
+        interval_seconds: float = 0.1,
+    ) -> Iterator[Bar]:
+        """A progress bar that is gone when the block ends, drawn no more often than that."""
         # On the console of the words, if that is a terminal: then it gives way to them.
         console = Console(stderr=True)
         if not self._is_json and self._words.is_terminal:
@@ -71,15 +85,17 @@ class Screen:
             disable=not console.is_terminal,
         )
         with progress:
-            yield Bar(progress, progress.add_task(description, total=total))
+            task = progress.add_task(description, total=total)
+            yield Bar(progress, task, interval_seconds)
 
 
 class Bar:
     """A progress bar, drawn no more often than can be seen."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    def __init__(self, progress: Progress, task: TaskID, interval_seconds: float) -> None:
         self._progress = progress
         self._task = task
+        self._interval_seconds = interval_seconds
         self._drawn_seconds = -math.inf
 
     def advance(self, amount: int = 1) -> None:
@@ -92,9 +108,14 @@ class Bar:
 
     def _draw(self) -> None:
         now_seconds = time.monotonic()
-        if now_seconds - self._drawn_seconds > 0.1:
+        if now_seconds - self._drawn_seconds > self._interval_seconds:
             self._drawn_seconds = now_seconds
             self._progress.refresh()
+
+
+def counted(number: int, noun: str) -> str:
+    """As in "1 worker" and "2 workers"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def print_error(message: str) -> None:

@@ -321,7 +321,9 @@ def _input(stats: LoaderStats) -> Verdict | None:
         f"io-bound: {busiest}, and they waited {_percent(1 - busiest.at_work_share)} of that"
         f"{_others(stats, busiest)}."
     )
-    advice = f"Raise {_argument(busiest)} (now {busiest.stage.width})"
+    advice = f"Raise {_argument(busiest)}"
+    if busiest.stage.width is not None:
+        advice += f" (now {busiest.stage.width})"
     if stats.stage("load") is None and stats.stage("iterate") is None:
         advice += (
             ", or split the dataset into load and preprocess (StagedDataset) to give what waits "
@@ -340,6 +342,8 @@ def _computing(stats: LoaderStats) -> Verdict:
     if busiest.queued_seconds > busiest.cpu_seconds:
         share = _percent(min(1.0, busiest.queued_seconds / busiest.busy_seconds))
         advice = f"They waited {share} of their time for a core: {_who_else(stats)}."
+    elif busiest.stage.workers == "executor":
+        advice = f"Raise {_argument(busiest)}, up to the number of cores that it has."
     elif width < stats.num_cores:
         advice = f"Raise {_argument(busiest)} to {stats.num_cores}, the number of cores."
     elif busiest.stage.name == "load":

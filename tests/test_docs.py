@@ -21,6 +21,8 @@ import spdl_torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEEDED = {"integrations.md": ["accelerate", "lightning", "timm", "transformers"]}
+"""By the code of pages that needs more than we do."""
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -120,6 +122,8 @@ def setting(tmp_path, monkeypatch):
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
 def test_the_code_of_a_page_runs(page, setting, capsys):
+    for package in NEEDED.get(page.name, []):
+        pytest.importorskip(package)
     if not torch.cuda.is_available():
         setting["batch"] = setting["batch"].to("meta")
     for block in blocks(page):

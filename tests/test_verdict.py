@@ -320,13 +320,19 @@ CASES = {
         verdict(stage("preprocess", 2, 1.9, cpu=1.8, workers="executor"), stage("collate", 2, 0.1)),
         "cpu-bound",
         "1.9 of 2 preprocess workers busy",
-        "Raise the number of the executor's workers to 4",
+        "Raise the number of the executor's workers, up to the number of cores that it has.",
     ),
     "an executor of an unknown size": (
         verdict(stage("preprocess", None, 3.0, cpu=2.9, workers="executor")),
         "cpu-bound",
         "3.0 preprocess workers busy",
-        "All cores are taken",
+        "Raise the number of the executor's workers, up to",
+    ),
+    "an executor of an unknown size that waits": (
+        verdict(stage("preprocess", None, 3.0, cpu=0.3, workers="executor")),
+        "io-bound",
+        "3.0 preprocess workers busy",
+        "Raise the number of the executor's workers, or split",
     ),
     "the copy to the device": (
         verdict(stage("preprocess", 4, 1.0, cpu=1.0), COLLATE, stage("transfer", 1, 0.9)),

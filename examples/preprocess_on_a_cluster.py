@@ -1,0 +1,99 @@
+"""Preprocess on the machines of a Dask cluster, one of whose workers is killed meanwhile.
+
+    pip install distributed
+    python examples/preprocess_on_a_cluster.py
+    python examples/preprocess_on_a_cluster.py --scheduler tcp://HOST:8786
+
+Without a scheduler, a cluster of two processes is started here. A cluster on other machines must be
+able to import the dataset's class: install its package there, or send its file to the workers with
+`client.upload_file`. This program sends itself, and takes the class from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from distributed import Client, LocalCluster
+
+from spdl_torch import DataLoader, StagedDataset
+
+
+class Spectra(StagedDataset[tuple[torch.Tensor, int, int]]):
+    """Recordings that take long to prepare: what a cluster is for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def load(self, index: int) -> tuple[int, np.ndarray]:
+        # Stays on this machine. What it gives travels, so it is better small.
+        return index, np.random.default_rng(index).random(4096, np.float32)
+
+    def preprocess(self, raw: tuple[int, np.ndarray]) -> tuple[torch.Tensor, int, int]:
+        index, recording = raw
+        for _ in range(20):
+            spectrum = np.abs(np.fft.fft(recording))
+            recording = np.convolve(spectrum / spectrum.max(), recording[:64], "same")
+        return torch.from_numpy(spectrum[:256].astype(np.float32)), index, os.getpid()
+
+
+def train(client: Client, *, kill_one: bool) -> None:
+    # As a module that the workers have, and not as part of the program that runs here.
+    sys.path.insert(0, str(Path(__file__).parent))
+    client.upload_file(__file__)
+    dataset = importlib.import_module(Path(__file__).stem).Spectra(400)
+    # pure=False: else Dask looks up, by all the bytes of a task, whether it has had it before.
+    executor = client.get_executor(pure=False)
+    loader = DataLoader(
+        dataset, batch_size=10, shuffle=True, num_workers=2, preprocess_executor=executor
+    )
+    times_delivered: Counter[int] = Counter()
+    process_ids: set[int] = set()
+    started = time.perf_counter()
+    for number, (_, indices, workers) in enumerate(loader, 1):
+        times_delivered.update(indices.tolist())
+        process_ids.update(workers.tolist())
+        if number == 10 and kill_one:
+            os.kill(int(workers[-1]), signal.SIGKILL)
+            print("killed a worker")
+    seconds = time.perf_counter() - started
+    print(f"{len(times_delivered)} samples, each {max(times_delivered.values())} time")
+    print(f"{len(process_ids)} workers or more, {len(dataset) / seconds:.0f} samples/s")
+    print(loader.stats().verdict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--scheduler", help="address; its workers are left alive")
+    options = parser.parse_args()
+    if options.scheduler is not None:
+        with Client(options.scheduler) as client:
+            train(client, kill_one=False)
+        return
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address=None,
+            silence_logs=logging.CRITICAL,  # A death is no news here.
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        train(client, kill_one=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Our `DataLoader` under Hugging Face Accelerate.
+
+Accelerate makes a plain torch loader out of any it is given. Here it prepares as it always does,
+and then our loader is put beneath what it has made: its shards, its device placement and its
+gradient state stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+import accelerate.data_loader
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+)
+from torch.utils.data import IterableDataset
+
+from .._dataloader import DataLoader
+
+__all__ = ["prepare", "put_beneath", "skip_first_batches"]
+
+_OF_THE_SHARD: Final = frozenset(
+    {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+)
+"""The arguments that say which samples make a batch. Accelerate has changed them."""
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """Do what ``accelerator.prepare(*objects)`` does, but keep loaders of ours what they are.
+
+    The states of the loaders are saved by ``accelerator.save_state()``, and restored by
+    ``accelerator.load_state()``, exact to the batch.
+
+    Args:
+        accelerator: the `accelerate.Accelerator`.
+        objects: one or more loaders, and anything else that it prepares.
+
+    Returns:
+        The prepared objects, in the same order; one object by itself if one was given.
+
+    """
+    for loader in objects:
+        if isinstance(loader, DataLoader) and not _is_prepared(loader):
+            _check(accelerator, loader)
+    with torchs_advice_withheld():
+        results = accelerator.prepare(*objects)
+    for loader, prepared in zip(objects, results if len(objects) > 1 else (results,), strict=True):
+        if isinstance(loader, DataLoader) and not _is_prepared(loader):
+            put_beneath(prepared, loader)
+            accelerator.register_for_checkpointing(prepared)
+    return results
+
+
+def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
+    """Let a loader that Accelerate has made load with threads.
+
+    `prepare` does this, and what else there is to do. This is for code that gets its loaders
+    prepared by somebody else.
+
+    Args:
+        prepared: what Accelerate has made, which is changed in place.
+        like: the loader, torch's or ours, whose arguments the one beneath shall have. Which samples
+            make a batch is up to Accelerate.
+        arguments: for our `DataLoader`, instead of those.
+
+    """
+    if type(prepared) not in _classes():
+        raise ValueError(
+            f"there is no way to put a spdl_torch.DataLoader beneath a {type(prepared).__name__}. "
+            "Prepare the loader with accelerator.prepare() to use torch's loader in its place."
+        )
+    theirs = prepared.base_dataloader
+    shard = theirs.batch_sampler
+    if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
+        _check_not_distributed(shard.batch_sampler)
+    arguments = _arguments_of(like) | _batching_of(theirs) | arguments
+    _replace_base(prepared, DataLoader(theirs.dataset, **arguments))
+
+
+def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
+    """Do what ``accelerator.skip_first_batches()`` does, but keep a loader of ours what it is.
+
+    The samples that are skipped are not read, unless the dataset is an `IterableDataset`. For one
+    epoch: go on with what `prepare` gave.
+
+    Args:
+        prepared: what `prepare` gave.
+        num_batches: how many batches to skip.
+
+    """
+    with torchs_advice_withheld():
+        rest = accelerate.data_loader.skip_first_batches(prepared, num_batches)
+    if not isinstance(prepared, _OverOurs):
+        return rest
+    ours = prepared.base_dataloader
+    if _is_iterable(ours):  # The rest reads the first batches, and does not give them.
+        put_beneath(rest, ours)
+        return rest
+    loader = _RestOfEpoch(ours.dataset, **_arguments_of(ours) | _batching_of(ours))
+    loader.num_skipped = num_batches
+    if isinstance(prepared, _Dispatcher) and not prepared.split_batches:
+        loader.num_skipped *= PartialState().num_processes
+    _replace_base(rest, loader)
+    return rest
+
+
+@contextlib.contextmanager
+def torchs_advice_withheld() -> Iterator[None]:
+    """While a loader of torch's is made that will not be used: it may have many workers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
+def _arguments_of(loader: Any) -> dict[str, Any]:
+    return {
+        name: getattr(loader, name)
+        for name in inspect.signature(DataLoader.__init__).parameters
+        if name not in _OF_THE_SHARD and hasattr(loader, name)
+    }
+
+
+def _batching_of(loader: Any) -> dict[str, Any]:
+    if _is_iterable(loader):
+        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return {"batch_sampler": loader.batch_sampler}
+
+
+def _classes() -> dict[type, type]:
+    return {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
+
+
+def _replace_base(prepared: Any, loader: DataLoader[Any]) -> None:
+    prepared.base_dataloader = loader
+    # All processes would write its state to the same file at the same time.
+    prepared.use_stateful_dataloader = False
+    # Accelerate's loaders say that their class is that of the loader beneath them, and such a class
+    # cannot be assigned.
+    object.__dict__["__class__"].__set__(prepared, _classes()[type(prepared)])
+
+
+class _RestOfEpoch(DataLoader[Any]):
+    """Leaves out the first batches, as if it had been restored from a state."""
+
+    num_skipped = 0
+
+    def __iter__(self) -> Any:
+        # Not sooner: accelerate chooses the epoch, and lets the generators of all processes agree,
+        # just before this.
+        state = self.state_dict()
+        batch_size = getattr(self.batch_sampler, "batch_size", 1)
+        num_units = batch_size if state["unit"] == "sample" else 1
+        state["done"] = [[0, self.num_skipped * num_units]]
+        self.load_state_dict(state)
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.num_skipped)
+
+
+class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
+    """What a loader of Accelerate's does differently over one of ours."""
+
+    base_dataloader: DataLoader[Any]
+    iteration: int
+    end_of_dataloader: bool
+
+    _state: dict[str, Any] | None = None
+    """Of the loader beneath, after the batch that the training loop has got. Accelerate asks for
+    the batch after it before it hands it out, to know which is the last."""
+    _iteration_of_state = 0
+    _has_begun = False
+
+    def _update_state_dict(self) -> None:
+        self._has_begun = True
+        self._iteration_of_state = self.iteration + self.end_of_dataloader
+        # At the end of an epoch our loader would decide what the next one draws. That has to wait
+        # until somebody wants to save it: the generators may be seeded before it begins.
+        self._state = None if self.end_of_dataloader else self.base_dataloader.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._state
+        if state is None:
+            # Before the first epoch the generators of the processes are not the same yet.
+            state = self.base_dataloader.state_dict() if self._has_begun else {}
+        elif self._num_processes > 1 and not self.base_dataloader.in_order:
+            raise RuntimeError(
+                "with in_order=False each process has got other batches out of turn, and "
+                "accelerate saves one state for all. Save at the end of an epoch, or use "
+                "in_order=True."
+            )
+        return {
+            "iteration": self._iteration_of_state,
+            "num_processes": self._num_processes,
+            "loader": state,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not {"iteration", "num_processes", "loader"} <= state_dict.keys():
+            raise ValueError(
+                "state_dict was not made by a loader of spdl_torch.integrations.accelerate. "
+                "Prepare the loaders in the same order as when the state was saved."
+            )
+        if state_dict["num_processes"] != self._num_processes:
+            raise ValueError(
+                f"the state was saved by {state_dict['num_processes']} processes, but now there "
+                f"are {self._num_processes}. Use as many to go on from it: accelerate deals out "
+                "whole batches, and does not know which samples are left for another number."
+            )
+        self.set_epoch(state_dict["iteration"])
+        self.base_dataloader.load_state_dict(state_dict["loader"])
+        self._state = state_dict["loader"] or None
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        # For what is drawn from its seed.
+        self.base_dataloader.set_epoch(epoch)
+        self._iteration_of_state = epoch
+
+    @property
+    def _num_processes(self) -> int:
+        return int(PartialState().num_processes)
+
+
+class _Shard(_OverOurs, DataLoaderShard):  # type: ignore[misc]
+    """Each process loads its own batches."""
+
+
+class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
+    """The first process loads all batches, and sends the others their parts."""
+
+    def _update_state_dict(self) -> None:
+        # It is called for each of the batches that are made one; the first is the one that counts.
+        if self.end_of_dataloader:
+            super()._update_state_dict()
+
+    def _fetch_batches(self, iterator: Iterator[Any]) -> Any:
+        state = None
+        if self.state.process_index == 0:
+            state = self.base_dataloader.state_dict()
+        batches = super()._fetch_batches(iterator)
+        self._has_begun, self._state, self._iteration_of_state = True, state, self.iteration
+        return batches
+
+
+# -- what cannot be prepared ----------------------------------------------------------------------
+
+
+def _check(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
+    if _is_iterable(loader):
+        return
+    if loader.batch_sampler is None:
+        raise ValueError(
+            "accelerate deals out batches, but this DataLoader has batch_size=None, and accelerate "
+            "would ignore its sampler. Set batch_size, or pass a batch_sampler."
+        )
+    if accelerator.num_processes > 1:
+        _check_not_distributed(loader.batch_sampler)
+
+
+def _check_not_distributed(sampler: Any) -> None:
+    for layer in _layers(sampler):
+        num_parts: int = getattr(layer, "num_replicas", getattr(layer, "num_processes", 1))
+        if num_parts > 1:
+            raise ValueError(
+                f"the {type(layer).__name__} of this DataLoader gives each of {num_parts} "
+                "processes its part of the samples, and accelerate would deal out that part once "
+                "more: most samples would never be used. Use shuffle=True, or another sampler that "
+                "gives all indices on all processes, and leave the parts to accelerate. Or do not "
+                "prepare the loader, and pass device=accelerator.device to it."
+            )
+
+
+def _layers(sampler: Any) -> Iterator[Any]:
+    """The sampler and those it wraps, as a batch sampler does."""
+    for _ in range(4):
+        if sampler is None:
+            return
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _is_prepared(loader: Any) -> bool:
+    return isinstance(loader, DataLoaderAdapter)

@@ -1,0 +1,86 @@
+"""Our `DataLoader` in the `Trainer` of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from .accelerate import put_beneath, skip_first_batches, torchs_advice_withheld
+
+__all__ = ["SpdlTrainerMixin"]
+
+
+class SpdlTrainerMixin:
+    """Lets a `Trainer` train, evaluate and predict with our loaders.
+
+    It goes before the trainer::
+
+        class MyTrainer(SpdlTrainerMixin, Trainer):
+            loader_arguments = {"num_io_workers": 32}
+
+    `TrainingArguments` say what they always say: ``dataloader_num_workers`` and the like.
+
+    Args:
+        args: of the trainer.
+        loader_arguments: for our `DataLoader`, beyond those of the trainer; or an attribute of the
+            class.
+        kwargs: of the trainer.
+
+    """
+
+    loader_arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(
+        self, *args: Any, loader_arguments: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if loader_arguments is not None:
+            self.loader_arguments = loader_arguments
+        super().__init__(*args, **kwargs)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """All loaders of a trainer are made here."""
+        with torchs_advice_withheld():
+            prepared = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        put_beneath(prepared, prepared.base_dataloader, **self.loader_arguments)
+        return prepared
+
+    def _run_epoch(self, **arguments: Any) -> Any:
+        num_done = arguments["steps_trained_in_current_epoch"]
+        goes_on = (
+            arguments["resume_from_checkpoint"] is not None
+            and arguments["epoch"] == arguments["epochs_trained"]
+        )
+        if goes_on and num_done > 0:  # It is 0 with args.ignore_data_skip.
+            rest = skip_first_batches(arguments["train_dataloader"], num_done)
+            rest.set_epoch(arguments["epoch"])
+            arguments["train_dataloader"] = _loader_of(_Epoch(rest, num_done))
+        return super()._run_epoch(**arguments)  # type: ignore[misc]
+
+
+class _Epoch(IterableDataset[Any]):
+    """The batches of an epoch, with nothing in the place of those that are not wanted.
+
+    The trainer has accelerate skip the first batches of a loader, which makes it one of torch's.
+    So what it gets is a loader of torch's, of batches that ours makes.
+    """
+
+    def __init__(self, rest: Any, num_done: int) -> None:
+        self._rest = rest
+        self._num_done = num_done
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._num_done):
+            yield None
+        yield from self._rest
+
+
+def _loader_of(batches: IterableDataset[Any]) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,345 @@
+"""Lightning's Trainer and Fabric take our loader as it is."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
+from tests.conftest import own_thread_names
+from tests.integrations import run_on_two_processes, write_result
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+SIZE = 24
+DATASET = TensorDataset(torch.arange(SIZE))
+
+pytestmark = pytest.mark.filterwarnings("default")  # Those of Lightning are not ours to mend.
+
+
+class Model(lightning.LightningModule):
+    """Keeps what it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.batches = []
+        self.epochs = []
+        self.names = set()
+        self.num_children = 0
+
+    def training_step(self, batch, _):
+        self.batches.append(batch[0].tolist())
+        self.epochs.append(self.current_epoch)
+        self.names |= set(own_thread_names())
+        self.num_children += len(multiprocessing.active_children())
+        return self.layer(batch[0].float()[:, None]).sum()
+
+    def validation_step(self, batch, _):
+        self.names |= set(own_thread_names())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def indices(self, epoch):
+        batches = zip(self.epochs, self.batches, strict=True)
+        return [index for number, batch in batches if number == epoch for index in batch]
+
+
+def make_trainer(directory, **arguments):
+    return lightning.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": directory,
+            "enable_checkpointing": "callbacks" in arguments,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+            "logger": False,
+            "max_epochs": 2,
+            "num_sanity_val_steps": 0,
+        }
+        | arguments
+    )
+
+
+def make_loader(**arguments):
+    return DataLoader(DATASET, **{"batch_size": 4, "num_workers": 2} | arguments)
+
+
+def checkpoint_after(num_steps, directory):
+    return ModelCheckpoint(
+        directory, filename="{step}", every_n_train_steps=num_steps, save_top_k=-1
+    )
+
+
+# -- one process ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_threads_load_and_end_with_the_training(tmp_path, persistent):
+    model = Model()
+    train = make_loader(shuffle=True, persistent_workers=persistent)
+    validate = make_loader(persistent_workers=persistent)
+    make_trainer(tmp_path).fit(model, train, validate)
+    assert "spdl_torch-preprocess-1" in model.names
+    assert model.num_children == 0
+    assert own_thread_names() == []
+    assert Counter(model.indices(0)) == Counter(model.indices(1)) == Counter(range(SIZE))
+
+
+def test_threads_end_with_a_training_that_fails(tmp_path):
+    class Failing(Model):
+        def training_step(self, batch, number):
+            super().training_step(batch, number)
+            raise ZeroDivisionError
+
+    model = Failing()
+    loader = make_loader(persistent_workers=True)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path).fit(model, loader)
+    assert model.names
+    assert own_thread_names() == []
+
+
+@pytest.mark.parametrize("num_steps", [2, 5, 8])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path, num_steps, seed):
+    first = Model()
+    callbacks = [checkpoint_after(num_steps, tmp_path)]
+    trainer = make_trainer(tmp_path, callbacks=callbacks)
+    trainer.fit(first, make_loader(shuffle=True, seed=seed))
+
+    second = Model()
+    trainer = make_trainer(tmp_path)
+    path = tmp_path / f"step={num_steps}.ckpt"
+    trainer.fit(second, make_loader(shuffle=True, seed=seed, num_workers=3), ckpt_path=path)
+    epoch = num_steps // 6
+    num_left = 6 - num_steps % 6
+    assert second.batches[:num_left] == first.batches[num_steps:][:num_left]
+    assert second.epochs == first.epochs[num_steps:]
+    if epoch == 0:
+        assert Counter(second.indices(1)) == Counter(range(SIZE))
+    if seed is not None:
+        assert second.batches == first.batches[num_steps:]
+
+
+def test_a_checkpoint_of_the_end_of_an_epoch_goes_on_with_the_next(tmp_path):
+    first = Model()
+    callbacks = [ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)]
+    make_trainer(tmp_path, callbacks=callbacks).fit(first, make_loader(shuffle=True, seed=3))
+    second = Model()
+    trainer = make_trainer(tmp_path)
+    trainer.fit(second, make_loader(shuffle=True, seed=3), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert second.epochs == [1] * 6
+    assert Counter(second.indices(1)) == Counter(range(SIZE))
+
+
+@pytest.mark.xfail(strict=True, reason="Lightning begins an epoch with a loader that has ended one")
+def test_a_checkpoint_of_the_last_step_of_an_epoch_goes_on_with_the_next(tmp_path):
+    # torchdata's StatefulDataLoader has the same: Lightning never asks a loader for the end.
+    callbacks = [checkpoint_after(6, tmp_path)]
+    make_trainer(tmp_path, callbacks=callbacks).fit(Model(), make_loader(shuffle=True))
+    second = Model()
+    trainer = make_trainer(tmp_path)
+    trainer.fit(second, make_loader(shuffle=True), ckpt_path=tmp_path / "step=6.ckpt")
+    assert second.epochs == [1] * 6
+
+
+def test_the_workers_that_lightning_seeds_leave_the_training_loops_generators_alone(
+    tmp_path, monkeypatch
+):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Put back at the end.
+        monkeypatch.setenv(name, "0")
+    numbers = []
+    for num_workers in (1, 3):
+        lightning.seed_everything(1, workers=True)
+        loader = make_loader(num_workers=num_workers)
+        make_trainer(tmp_path).fit(Model(), loader)
+        assert loader.worker_init_fn is not None
+        numbers.append(torch.rand(1).item())
+    assert numbers[0] == numbers[1]
+
+
+def test_fabric_takes_the_loader_and_goes_on_from_its_state(tmp_path):
+    loader = make_loader(shuffle=True, seed=1)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    batches = []
+    for (batch,) in fabric.setup_dataloaders(loader):
+        assert "spdl_torch-preprocess-1" in own_thread_names()
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            fabric.save(tmp_path / "checkpoint", {"loader": loader.state_dict()})
+
+    loader = make_loader(shuffle=True, seed=1)
+    loader.load_state_dict(fabric.load(tmp_path / "checkpoint")["loader"])
+    rest = [batch.tolist() for (batch,) in fabric.setup_dataloaders(loader)]
+    assert rest == batches[2:]
+
+
+# -- two processes --------------------------------------------------------------------------------
+
+
+def main(directory):
+    """What the two processes do."""
+    result = {}
+    many = {"strategy": "ddp", "devices": 2}
+
+    # Lightning makes the loader anew, with a sampler of its own.
+    with ThreadPoolExecutor(1) as executor:
+        arguments = {
+            "buffer_size": 7,
+            "device": "cpu",
+            "num_cpu_workers": 3,
+            "num_io_workers": 5,
+            "on_error": ReplaceBadSamples(max_fraction=0.5),
+            "preprocess_executor": executor,
+            "prefetch_factor": 3,
+            "seed": 4,
+            "stats_interval": 60.0,
+            "timeout": 30,
+        }
+        loader = make_loader(shuffle=True, **arguments)
+        model, trainer = Model(), make_trainer(directory, **many)
+        trainer.fit(model, loader)
+        anew = trainer.train_dataloader
+        result["changed"] = [
+            name
+            for name in set(inspect.signature(DataLoader).parameters) - {"shuffle"}
+            if getattr(anew, name) != getattr(loader, name)
+        ]
+        result["is_ours"] = type(anew) is DataLoader and anew is not loader
+        result["sampler"] = type(anew.sampler).__name__
+
+    for name in ("theirs", "ours"):
+        sampler = DistributedRandomSampler(DATASET, seed=1) if name == "ours" else None
+        chosen = {"shuffle": True} if sampler is None else {"sampler": sampler}
+        loader, model = make_loader(batch_size=2, **chosen), Model()
+        callbacks = [checkpoint_after(4, directory / name)]
+        trainer = make_trainer(directory, callbacks=callbacks, **many)
+        trainer.fit(model, loader)
+        result[name] = {"batches": model.batches, "epochs": model.epochs}
+        result[name]["names"] = sorted(model.names)
+        result[name]["num_children"] = model.num_children
+        result[name]["is_left_alone"] = trainer.train_dataloader.sampler is sampler
+        result[name]["left"] = own_thread_names()
+
+        loader, model = make_loader(batch_size=2, **chosen), Model()
+        trainer = make_trainer(directory, **many)
+        trainer.fit(model, loader, ckpt_path=directory / name / "step=4.ckpt")
+        result[name]["after"] = model.batches
+        result[name]["epochs after"] = model.epochs
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    loader = fabric.setup_dataloaders(make_loader(shuffle=True, seed=1))
+    result["fabric"] = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
+    names = {thread.name for _ in loader for thread in threading.enumerate()}
+    result["fabric names"] = sorted(names)
+    result["fabric sampler"] = isinstance(loader.sampler, DistributedSampler)
+
+    # Fabric counts epochs from 0 in each process. With our sampler there is no need of it.
+    loader = make_loader(sampler=DistributedRandomSampler(DATASET), device=fabric.device)
+    result["fabric whole"] = [batch.tolist() for (batch,) in loader]
+    iterator = iter(loader)
+    before = [next(iterator)[0].tolist()]
+    fabric.save(directory / "fabric", {"loader": loader.state_dict()})
+    del iterator
+    fabric.barrier()
+    loader = make_loader(sampler=DistributedRandomSampler(DATASET), device=fabric.device)
+    loader.load_state_dict(fabric.load(directory / "fabric")["loader"])
+    result["fabric resumed"] = before + [batch.tolist() for (batch,) in loader]
+    write_result(directory, fabric.global_rank, result)
+
+
+def flat(batches):
+    return [index for batch in batches for index in batch]
+
+
+def of_epoch(ranks, name, epoch):
+    return flat(
+        batch
+        for rank in ranks
+        for number, batch in zip(rank[name]["epochs"], rank[name]["batches"], strict=True)
+        if number == epoch
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_on_two_processes(__file__, tmp_path_factory.mktemp("lightning"))
+
+
+on_two_processes = pytest.mark.timeout(300)  # The first has the fixture on its account.
+
+
+@on_two_processes
+def test_a_loader_that_lightning_makes_anew_stays_ours_and_keeps_every_argument(ranks):
+    for rank in ranks:
+        assert rank["is_ours"]
+        assert rank["sampler"] == "DistributedSampler"
+        assert set(rank["changed"]) == {"batch_sampler", "sampler"}
+
+
+@on_two_processes
+@pytest.mark.parametrize("name", ["theirs", "ours"])
+def test_two_processes_have_each_sample_once_in_every_epoch(ranks, name):
+    for epoch in (0, 1):
+        assert sorted(of_epoch(ranks, name, epoch)) == list(range(SIZE))
+    assert of_epoch(ranks, name, 0) != of_epoch(ranks, name, 1)
+
+
+@on_two_processes
+@pytest.mark.parametrize("name", ["theirs", "ours"])
+def test_two_processes_load_with_threads_that_end(ranks, name):
+    for rank in ranks:
+        assert "spdl_torch-preprocess-1" in rank[name]["names"]
+        assert rank[name]["num_children"] == 0
+        assert rank[name]["left"] == []
+
+
+@on_two_processes
+def test_our_sampler_is_left_alone(ranks):
+    assert [rank["ours"]["is_left_alone"] for rank in ranks] == [True, True]
+    assert [rank["theirs"]["is_left_alone"] for rank in ranks] == [False, False]
+
+
+@on_two_processes
+@pytest.mark.parametrize("name", ["theirs", "ours"])
+def test_two_processes_go_on_in_the_middle_of_an_epoch(ranks, name):
+    for rank in ranks:
+        assert rank[name]["after"] == rank[name]["batches"][4:]
+        assert rank[name]["epochs after"] == rank[name]["epochs"][4:]
+
+
+@on_two_processes
+def test_fabric_deals_out_each_sample_once(ranks):
+    for epoch in (0, 1):
+        assert sorted(flat(flat(rank["fabric"][epoch] for rank in ranks))) == list(range(SIZE))
+    assert ranks[0]["fabric"][0] != ranks[0]["fabric"][1]
+    for rank in ranks:
+        assert rank["fabric sampler"]
+        assert "spdl_torch-preprocess-1" in rank["fabric names"]
+
+
+@on_two_processes
+def test_fabric_goes_on_from_the_state_of_a_loader_with_our_sampler(ranks):
+    for name in ("fabric whole", "fabric resumed"):
+        assert sorted(flat(flat(rank[name] for rank in ranks))) == list(range(SIZE))
+    assert ranks[0]["fabric whole"] != ranks[0]["fabric resumed"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

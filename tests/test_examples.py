@@ -26,6 +26,7 @@ EXPECTED = {
     "tar_shards.py": r"112 samples before, 188 after\n300 different ones of 300\n",
     "tokenise_text.py": r"threads: .* 1053786 tokens\n.*\n2 processes: .*, 1053786 tokens\n",
     "train_from_s3.py": r"spdl_torch: (9\d|100)% .* [1-9]\d* retries\n.*\ntorch: (9\d|100)% ",
+    "train_imagenet.py": r"epoch 2: loss .*, (9\d|100)\.\d% correct, .*\n(.|\n)*-bound: ",
     "train_on_device.py": r"epoch 2: loss 0\.1\n",
     "transformers_trainer.py": r"to step 80\naccuracy (0\.9\d|1\.00)\n",
 }

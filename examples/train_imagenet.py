@@ -1,0 +1,284 @@
+"""Train a ResNet on ImageNet, on any number of processes; killed, it goes on where it was.
+
+    python examples/train_imagenet.py --data imagenet --epochs 90 --checkpoint last.pt
+    torchrun --nproc-per-node=8 examples/train_imagenet.py --data imagenet --checkpoint last.pt
+
+The directory has train/ and val/, with a folder for each class. Without one, a small set of images
+is made on the spot, and a small model learns to tell them apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.distributed as dist
+import torchvision
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import ImageFolder
+
+from spdl_torch import (
+    DataLoader,
+    DistributedDeterministicSampler,
+    DistributedRandomSampler,
+    ImageLoader,
+    ReplaceBadSamples,
+)
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def make_images(root: Path, num_train: int = 240, num_val: int = 48) -> None:
+    """Red stripes, green rings and blue checks, more or less, as large as ImageNet's images are."""
+    rng = np.random.default_rng(0)
+    rows, columns = np.mgrid[0:375, 0:500].astype(np.float32)
+    for part, number in (("train", num_train), ("val", num_val)):
+        for index in range(number):
+            width, (y, x) = rng.uniform(20, 50), rng.uniform(100, 300, 2)
+            patterns = {
+                "stripes": np.sin(columns / width * 3 + y),
+                "rings": np.sin(np.hypot(rows - y, columns - x) / width * 3),
+                "checks": np.sin(rows / width * 3) * np.sin(columns / width * 3),
+            }
+            channel = index % len(patterns)
+            name = list(patterns)[channel]
+            low, high = rng.integers(0, 160, (2, 1, 1, 3))
+            high[:, :, channel] = 255
+            pixels = low + (high - low) * (patterns[name][:, :, None] / 2 + 0.5)
+            folder = root / part / name
+            folder.mkdir(parents=True, exist_ok=True)
+            PIL.Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.jpg")
+
+
+@dataclass
+class Data:
+    train: DataLoader[Any]
+    val: DataLoader[Any]
+    num_classes: int
+
+
+def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> Data:
+    # Decoding, cropping and resizing in one go, in the worker threads; the rest is on the device.
+    train = ImageFolder(
+        str(root / "train"),
+        loader=ImageLoader(size=options.size, crop="random", horizontal_flip=0.5),
+    )
+    val = ImageFolder(str(root / "val"), loader=ImageLoader(size=options.size, crop="center"))
+    shared = {
+        "batch_size": options.batch_size,
+        "num_workers": options.workers,
+        "device": device,
+        "persistent_workers": True,
+    }
+    return Data(
+        # All ranks must have equally many batches. A damaged file is replaced, and on record.
+        train=DataLoader(
+            train,
+            sampler=DistributedRandomSampler(train, tail="drop"),
+            on_error=ReplaceBadSamples(max_fraction=0.001, log=options.bad_samples),
+            drop_last=True,
+            seed=options.seed,
+            **shared,
+        ),
+        # Every image once, on one rank or another: nothing in it waits for the others.
+        val=DataLoader(val, sampler=DistributedDeterministicSampler(val, tail="keep"), **shared),
+        num_classes=len(train.classes),
+    )
+
+
+def normalised(images: Tensor) -> Tensor:
+    """From bytes, which are a quarter of the size to send, to what the model has learnt to see."""
+    mean = torch.tensor([0.485, 0.456, 0.406], device=images.device)
+    std = torch.tensor([0.229, 0.224, 0.225], device=images.device)
+    return (images / 255 - mean[:, None, None]) / std[:, None, None]
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+class Trainer:
+    def __init__(self, options: argparse.Namespace, data: Data, device: torch.device) -> None:
+        self.options, self.data, self.device = options, data, device
+        self.is_main = dist.get_rank() == 0
+        torch.manual_seed(options.seed)
+        model = torchvision.models.get_model(options.model, num_classes=data.num_classes)
+        self.model = model.to(device, memory_format=torch.channels_last)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-4
+        )
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, options.epochs * len(data.train)
+        )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp)
+        self.epoch = 0
+        if options.checkpoint is not None and options.checkpoint.exists():
+            self.restore()
+        # After the checkpoint is read: this waits for all ranks, so that none replaces the file
+        # while another reads it.
+        self.parallel_model = DistributedDataParallel(self.model)
+
+    def run(self) -> None:
+        while self.epoch < self.options.epochs:
+            self.data.train.set_epoch(self.epoch)
+            loss, images_per_second = self.train_epoch()
+            accuracy = self.validate()
+            self.epoch += 1
+            self.save()  # At the end of an epoch, the loader's state is that of the next one.
+            if self.is_main:
+                print(
+                    f"epoch {self.epoch}: loss {loss:.3f}, {accuracy:.1%} correct, "
+                    f"{images_per_second:.0f} images/s"
+                )
+        if self.is_main:
+            print(self.data.train.stats().verdict)
+            for bad in self.data.train.bad_samples:
+                print(f"replaced: {bad}")
+
+    def train_epoch(self) -> tuple[float, float]:
+        self.parallel_model.train()
+        losses: list[Tensor] = []
+        started = time.perf_counter()
+        with self.progress(f"epoch {self.epoch + 1}", len(self.data.train)) as advance:
+            for images, labels in self.data.train:  # Already on the device.
+                losses.append(self.step(images, labels))
+                advance()
+                if len(losses) % self.options.steps_between_checkpoints == 0:
+                    self.save()
+        num_images = len(losses) * self.options.batch_size * dist.get_world_size()
+        seconds = time.perf_counter() - started
+        mean_loss = torch.stack(losses).mean().item() if losses else float("nan")
+        return mean_loss, num_images / seconds
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, enabled=self.options.amp):
+            scores = self.parallel_model(
+                normalised(images).contiguous(memory_format=torch.channels_last)
+            )
+            loss = nn.functional.cross_entropy(scores, labels, label_smoothing=0.1)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        return loss.detach()
+
+    @torch.inference_mode()
+    def validate(self) -> float:
+        self.model.eval()
+        counts = torch.zeros(2, device=self.device)
+        with self.progress("validation", len(self.data.val)) as advance:
+            for images, labels in self.data.val:
+                with torch.autocast(self.device.type, enabled=self.options.amp):
+                    scores = self.model(normalised(images))
+                counts[0] += (scores.argmax(1) == labels).sum()
+                counts[1] += len(labels)
+                advance()
+        dist.all_reduce(counts)
+        return (counts[0] / counts[1]).item()
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+            "loader": self.data.train,
+        }
+
+    def save(self) -> None:
+        # The state of one rank's loader stands for all: they have done as many steps.
+        path: Path | None = self.options.checkpoint
+        if not self.is_main or path is None:
+            return
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        unfinished = path.with_name(path.name + ".unfinished")
+        torch.save(states | {"epoch": self.epoch}, unfinished)
+        unfinished.replace(path)
+
+    def restore(self) -> None:
+        states = torch.load(self.options.checkpoint, map_location=self.device)
+        for name, part in self.parts().items():
+            part.load_state_dict(states[name])
+        self.epoch = states["epoch"]
+
+    # -- progress ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Any]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, transient=True, disable=not self.is_main) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda: bar.advance(task)
+
+
+def parsed_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, help="directory with train/ and val/")
+    parser.add_argument("--model", default=None, help="of torchvision (default: resnet50)")
+    parser.add_argument("--epochs", type=int, default=None, help="(default: 90)")
+    parser.add_argument("--batch-size", type=int, default=None, help="of each process (256)")
+    parser.add_argument("--size", type=int, default=None, help="pixels of each side (224)")
+    parser.add_argument("--lr", type=float, default=None, help="(0.1)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--amp", action="store_true", help="compute in mixed precision")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from and save to")
+    parser.add_argument("--steps-between-checkpoints", type=int, default=500)
+    parser.add_argument("--bad-samples", type=Path, help="file to list damaged images in")
+    options = parser.parse_args()
+    is_small = options.data is None
+    defaults = {
+        "model": "resnet18" if is_small else "resnet50",
+        "epochs": 2 if is_small else 90,
+        "batch_size": 16 if is_small else 256,
+        "size": 48 if is_small else 224,
+        "lr": 0.005 if is_small else 0.1,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def main() -> None:
+    options = parsed_options()
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "nccl"
+        torch.cuda.set_device(device)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:  # Alone, on whatever port is free.
+        dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
+    try:
+        if options.data is not None:
+            Trainer(options, make_data(options, options.data, device), device).run()
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                make_images(Path(directory))  # Each process its own; they are the same.
+                Trainer(options, make_data(options, Path(directory), device), device).run()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -27,8 +27,8 @@ _ONE_CORE: Final = 1.25
 """hardly more than one core is at work, waits for the interpreter's lock,"""
 _SLOW_WAKE_SECONDS: Final = 0.001
 """if a thread that is woken takes so long to go on."""
-_CROWDED_SECONDS: Final = 0.01
-"""If it takes so long, even those asleep only wait for their turn."""
+_CROWDED_SECONDS: Final = 0.005
+"""If it takes longer than the interpreter's switch interval, those asleep wait for a turn, too."""
 _TOO_MANY: Final = 1.5
 """So many times the workers that the cores have use for get in each other's way."""
 
@@ -339,7 +339,8 @@ def _computing(stats: LoaderStats) -> Verdict:
         f"cpu-bound: {busiest}, using {busiest.num_cores_used:.1f} of {stats.num_cores} cores"
         f"{_others(stats, busiest)}."
     )
-    if busiest.queued_seconds > busiest.cpu_seconds:
+    are_taken = busiest.num_cores_used > 0.7 * stats.num_cores  # By themselves.
+    if busiest.queued_seconds > busiest.cpu_seconds and not are_taken:
         share = _percent(min(1.0, busiest.queued_seconds / busiest.busy_seconds))
         advice = f"They waited {share} of their time for a core: {_who_else(stats)}."
     elif busiest.stage.workers == "executor":

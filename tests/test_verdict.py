@@ -200,6 +200,12 @@ CASES = {
         "using 1.6 of 4 cores",
         "They waited 56 % of their time for a core",
     ),
+    "reading and decoding on all cores": (
+        verdict(stage("preprocess", 8, 7.8, cpu=3.2, queued=3.4), COLLATE, wake_seconds=0.001),
+        "cpu-bound",
+        "using 3.3 of 4 cores",
+        "All cores are taken",
+    ),
     "computing in load": (
         verdict(stage("load", 4, 3.9, cpu=3.8), stage("preprocess", 4, 0.1, cpu=0.1), COLLATE),
         "cpu-bound",

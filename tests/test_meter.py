@@ -209,6 +209,18 @@ def test_an_executors_workers_are_believed(clock):
     assert meter.readings(clock.now)[0].num_in_flight == 0
 
 
+@pytest.mark.timeout(20)
+def test_an_iterator_may_be_collected_while_its_executors_meter_is_read(clock, monkeypatch):
+    meter = FutureMeter("preprocess", 2)
+    meter.begin(3)
+
+    def add_and_collect(reading, tally):
+        meter.end(3)  # A future is cancelled by a finaliser, in this thread.
+
+    monkeypatch.setattr(_meter.Reading, "add", add_and_collect)
+    assert meter.readings(clock.now)[0].num_in_flight == 0
+
+
 # -- the loop -------------------------------------------------------------------------------------
 
 

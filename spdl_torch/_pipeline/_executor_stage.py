@@ -143,7 +143,9 @@ class ExecutorStage:
         self._collate_stage = collate_stage
         # A hand-over between processes costs some hundred microseconds.
         self._group_size = GroupSize(seconds=0.01)
-        self._lock = threading.Lock()
+        # Reentrant: garbage is collected anywhere, also in whoever holds this, and an iterator that
+        # is collected takes back what its executor has not begun, which comes back here.
+        self._lock = threading.RLock()
         self._held_back: deque[_Task] = deque()
         self._carrier_is_under_way = False
         self._hook_has_arrived = False

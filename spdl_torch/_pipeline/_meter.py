@@ -277,7 +277,7 @@ class WorkerMeter:
 
     def lap(self, stage: str, batch: int, num_samples: int, index: Any = None) -> None:
         """So many samples of a batch are done since the last lap."""
-        self._lap(self.samples, _AT_SAMPLES, stage, batch, num_samples, index)
+        self._lap(self.samples, stage, batch, num_samples, index)
 
     def begin_batch(self, num_samples: int) -> float:
         """From now on the worker makes a batch; gives the time.
@@ -305,7 +305,7 @@ class WorkerMeter:
         now = time.monotonic()
         seconds = now - self._at
         if seconds > LAP_SECONDS or self.recorder is not None:
-            self._lap(self.batches, _AT_SAMPLES, stage, batch, 1, None)
+            self._lap(self.batches, stage, batch, 1, None)
             return
         self._num_steps += 1
         batches = self.batches
@@ -317,9 +317,7 @@ class WorkerMeter:
         self._state = _AT_SAMPLES
         self._num_steps += 1
 
-    def _lap(
-        self, tally: Tally, state: int, stage: str, batch: int, num_samples: int, index: Any
-    ) -> None:
+    def _lap(self, tally: Tally, stage: str, batch: int, num_samples: int, index: Any) -> None:
         now = time.monotonic()
         started = self._at
         seconds = now - started
@@ -330,7 +328,7 @@ class WorkerMeter:
         tally.cpu_seconds += cpu
         tally.queued_seconds += queued
         self._at = now
-        self._state = state
+        self._state = _AT_SAMPLES
         self._num_steps += 1
         if self.recorder is not None:
             text = _text_of(index)
@@ -507,10 +505,6 @@ class FlightMeter:
 
     # -- for whoever reads ------------------------------------------------------------------------
 
-    @property
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
-
     def busy_since(self, now: float) -> float | None:
         is_without = self._num_in_flight == 0 and now - self._at > _GAP_SECONDS
         return None if is_without or self._busy_since == 0.0 else self._busy_since
@@ -545,7 +539,9 @@ class FutureMeter:
         self._name = name
         self._width = width
         self._tally = Tally()
-        self._lock = threading.Lock()
+        # Reentrant: garbage is collected anywhere, also in whoever holds this, and an iterator that
+        # is collected takes back what its executor has not begun.
+        self._lock = threading.RLock()
         self._num_in_flight = 0
         self._at = 0.0
         """When there was last nothing in flight, or something again."""

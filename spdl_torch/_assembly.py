@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 import weakref
@@ -72,8 +73,14 @@ _NUM_AHEAD = 2
 """Batches on the device that the loop has not asked for: one to be computed with next, and one that
 is copied meanwhile. More would only take the model's memory."""
 
-_datapipe_graphs = threading.Lock()
-"""torch walks a graph of datapipes with hooks that it sets on their class: one thread at a time."""
+_datapipe_graphs = threading.RLock()
+"""torch walks a graph of datapipes with hooks that it sets on their class: one thread at a time. A
+fork waits until they are taken off: the child would have them for ever."""
+os.register_at_fork(
+    before=_datapipe_graphs.acquire,
+    after_in_parent=_datapipe_graphs.release,
+    after_in_child=_datapipe_graphs.release,
+)
 
 
 # -- what a worker thread is made of --------------------------------------------------------------
@@ -89,6 +96,8 @@ class Workshop:
     batched: bool
     drop_last: bool
     collate_fn: Callable[[Any], Any]
+    shard: Callable[[int], None] | None
+    """Gives a worker's datapipe its part of the samples."""
     worker_init_fn: Callable[[int], None] | None
     base_seed: int
     shared_seed: int | None
@@ -104,12 +113,10 @@ class Workshop:
     @classmethod
     def of(cls, iterator: Any, loader: DataLoader[Any]) -> Workshop:
         dataset = iterator._dataset
-        worker_init_fn = loader.worker_init_fn
         is_datapipe = isinstance(dataset, (IterDataPipe, MapDataPipe))
+        shard = None
         if is_datapipe:
-            worker_init_fn = partial(
-                _sharding_worker_init_fn, worker_init_fn, iterator._world_size, iterator._rank
-            )
+            shard = partial(_sharding_worker_init_fn, None, iterator._world_size, iterator._rank)
         # An iterator's state is in the dataset as often as not, and a datapipe's shard is: those
         # are copied for each worker, as they are for worker processes.
         needs_copies = iterator._dataset_kind == _DatasetKind.Iterable or is_datapipe
@@ -128,7 +135,8 @@ class Workshop:
             batched=iterator._auto_collation,
             drop_last=loader.drop_last,
             collate_fn=collate_fn,
-            worker_init_fn=worker_init_fn,
+            shard=shard,
+            worker_init_fn=loader.worker_init_fn,
             base_seed=int(iterator._base_seed),
             shared_seed=iterator._shared_seed,
             pin_device=pin_device,
@@ -159,10 +167,12 @@ class Workshop:
                 worker_method="thread",
             )
         )
+        if self.shard is not None:
+            with one_walk_at_a_time(dataset):
+                self.shard(worker_id)
         if self.worker_init_fn is not None:
             seed_as_worker_process(self.base_seed, worker_id)
-            with one_walk_at_a_time(dataset):
-                of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
+            of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
 
     def _enter_at(

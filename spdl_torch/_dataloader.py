@@ -28,6 +28,7 @@ from ._transfer import device_of
 __all__ = ["DataLoader"]
 
 Policy: TypeAlias = ReplaceBadSamples | RetryLoad
+_WeakIterators: TypeAlias = weakref.WeakValueDictionary[int, CallerIterator | ThreadIterator]
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 
 
@@ -107,7 +108,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.stats_interval = stats_interval
         self._event_loop = EventLoop()
-        self._iterators: weakref.WeakSet[CallerIterator | ThreadIterator] = weakref.WeakSet()
+        self._iterators: _WeakIterators = weakref.WeakValueDictionary()
+        """By their ids."""
         self._is_closed = False
         self._progress: Progress | None = None
         """Of the last iterator that was made."""
@@ -163,13 +165,13 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         progress = self._begin_progress()
         if self.num_workers == 0:
             in_caller = CallerIterator(self, progress)
-            self._iterators.add(in_caller)
+            self._iterators[id(in_caller)] = in_caller
             return in_caller
         if self.worker_method == "multiprocessing":
             self.check_worker_number_rationality()
             return ProcessIterator(self, progress)
         iterator = ThreadIterator(self, progress)
-        self._iterators.add(iterator)
+        self._iterators[id(iterator)] = iterator
         return iterator
 
     def _begin_progress(self) -> Progress:
@@ -328,8 +330,9 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
     def close(self) -> None:
         """End all workers of this loader, for good: its iterators raise, there are no new ones."""
         self._is_closed = True
-        for iterator in list(self._iterators):
-            iterator._shutdown_workers()
+        for ref in self._iterators.valuerefs():  # In one step: other threads may make some.
+            if (iterator := ref()) is not None:
+                iterator._shutdown_workers()
         self._iterator = None
 
     def __enter__(self) -> Self:
@@ -359,7 +362,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {
-            "_iterators": weakref.WeakSet(),
+            "_iterators": weakref.WeakValueDictionary(),
             "_measurement": Measurement(state["worker_method"]),
             "_next_progress": None,
         }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import operator
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -53,6 +53,8 @@ class BadSample:
 class TooManyBadSamples(RuntimeError):  # noqa: N818 (says what happened)
     """More samples could not be made than `ReplaceBadSamples` allows."""
 
+    __module__ = "spdl_torch"  # Where who catches it finds it.
+
 
 @dataclass(frozen=True)
 class ReplaceBadSamples:
@@ -62,7 +64,8 @@ class ReplaceBadSamples:
     the same in every run, and batches keep their size. Every bad sample is recorded once.
 
     Args:
-        max_fraction: how many samples may be bad, as a fraction of the dataset's.
+        max_fraction: how many samples may be bad, as a fraction of the dataset's; of a small one,
+            one sample may be bad unless this is 0.
         max_count: how many samples may be bad. The lesser of the two counts.
         log: a file to which one line of JSON is added for each bad sample.
 
@@ -128,7 +131,8 @@ def policies_of(on_error: Any) -> tuple[ReplaceBadSamples | None, RetryLoad | No
 class Remedies:
     """What a loader does about samples that cannot be made, and what it has done.
 
-    Used by all workers at the same time; every step is one atomic operation.
+    Used by all workers at the same time; every step is one atomic operation. (A lock might be
+    held in a fork, and the child's loader would wait for it for ever.)
     """
 
     def __init__(self, on_error: Any, dataset: Any) -> None:
@@ -137,8 +141,8 @@ class Remedies:
         if self._replace is not None:
             self._max_count = _max_count(self._replace, dataset)
         self._bad_samples: dict[str, BadSample] = {}
-        self._num_retries = itertools.count(1)
-        self.num_retries = 0
+        self._num_retries: dict[int, int] = {}
+        """By thread: adding is not atomic."""
 
     @property
     def replaces(self) -> bool:
@@ -149,8 +153,12 @@ class Remedies:
         return self._retry is not None
 
     @property
+    def num_retries(self) -> int:
+        return sum(self._num_retries.copy().values())
+
+    @property
     def bad_samples(self) -> tuple[BadSample, ...]:
-        return tuple(self._bad_samples.values())
+        return tuple(self._bad_samples.copy().values())
 
     def state(self) -> list[dict[str, Any]]:
         return [asdict(bad) for bad in self.bad_samples]
@@ -180,11 +188,12 @@ class Remedies:
             return log_error
         if self._max_count is None or len(self._bad_samples) <= self._max_count:
             return None
-        shown = [f"  {some}" for some in itertools.islice(self._bad_samples.values(), _NUM_SHOWN)]
-        if len(self._bad_samples) > _NUM_SHOWN:
+        bad_samples = self.bad_samples
+        shown = [f"  {some}" for some in bad_samples[:_NUM_SHOWN]]
+        if len(bad_samples) > _NUM_SHOWN:
             shown.append("  …")
         return TooManyBadSamples(
-            f"{len(self._bad_samples)} samples could not be made, and at most {self._max_count} "
+            f"{len(bad_samples)} of the samples could not be made, and at most {self._max_count} "
             "may be bad. Repair or leave out these, or allow more in ReplaceBadSamples:\n"
             + "\n".join(shown)
         )
@@ -214,7 +223,7 @@ class Remedies:
                 except retry.exceptions:
                     if sleep(pause):
                         raise
-                    self.num_retries = next(self._num_retries)
+                    self._count_retry()
                 before_again()
             return load(drawn)
 
@@ -233,7 +242,7 @@ class Remedies:
                 try:
                     return await load(drawn)
                 except retry.exceptions:
-                    self.num_retries = next(self._num_retries)
+                    self._count_retry()
                 await asyncio.sleep(pause)
                 before_again()
             return await load(drawn)
@@ -241,10 +250,16 @@ class Remedies:
         return load_again
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_num_retries": self.num_retries}
+        # Copies in one step: workers may write while a loader is copied.
+        copies = {
+            "_bad_samples": self._bad_samples.copy(),
+            "_num_retries": self._num_retries.copy(),
+        }
+        return self.__dict__ | copies
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_num_retries": itertools.count(state["_num_retries"] + 1)})
+    def _count_retry(self) -> None:
+        thread = threading.get_ident()
+        self._num_retries[thread] = self._num_retries.get(thread, 0) + 1
 
 
 def substitutes(indices: Sequence[Any], slot: int, before: Sequence[Any]) -> list[Any]:
@@ -266,8 +281,9 @@ def _max_count(policy: ReplaceBadSamples, dataset: Any) -> int | None:
     counts = [] if policy.max_count is None else [policy.max_count]
     if policy.max_fraction is not None:
         try:
-            # Not one too few by a rounding error.
-            counts.append(floor(policy.max_fraction * len(dataset) + 1e-6))
+            # Not one too few by a rounding error. And whoever allows any has asked for one.
+            count = floor(policy.max_fraction * len(dataset) + 1e-6)
+            counts.append(max(count, 1 if policy.max_fraction > 0 else 0))
         except TypeError:
             if not counts:
                 raise ValueError(

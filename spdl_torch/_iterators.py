@@ -337,8 +337,7 @@ class ThreadIterator(_Iterator):
         if isinstance(progress, IterableProgress):
             progress.warn_of_skipping()
         self._pipeline = assemble(loader, self._workshop, self._dataset_kind)
-        # At the interpreter's exit the pipeline closes by itself.
-        weakref.finalize(self, self._pipeline.lifetime.close_by_finaliser).atexit = False
+        self._companion = self._pipeline.lifetime.close_with(self)
         if isinstance(self._dataset, IterDataPipe):
             # torch draws the datapipes' seed once more here; so do we, to stay in step with it.
             with one_walk_at_a_time(self._dataset):
@@ -419,6 +418,9 @@ class _Epoch:
         # was last set anywhere. So this thread takes its own before the workers set theirs, and
         # sets it again afterwards, for the threads to come.
         num_threads = torch.get_num_threads()
+        # In a forked child the first call that sets it makes torch's pool anew, and one that comes
+        # meanwhile finds none and fails. Without a GIL the workers' would come all at once.
+        torch.set_num_threads(num_threads)
         try:
             if self.has_init_fn:
                 with generators_kept():

@@ -226,16 +226,20 @@ def _window(stats: LoaderStats) -> Verdict | None:
     )
 
 
+def _wait_for_lock(stats: LoaderStats, crew: _Crew) -> bool:
+    return (
+        stats.num_cores >= 2
+        and crew.stage.workers == "thread"
+        and crew.num_at_work >= _AT_WORK
+        and crew.num_cores_used <= _ONE_CORE
+        and 1 - crew.at_work_share >= _ASLEEP
+        and stats.loop.wake_seconds >= _SLOW_WAKE_SECONDS
+    )
+
+
 def _lock(stats: LoaderStats) -> Verdict | None:
     busiest = _busiest(stats)
-    if (
-        stats.num_cores < 2
-        or busiest.stage.workers != "thread"
-        or busiest.num_at_work < _AT_WORK
-        or busiest.num_cores_used > _ONE_CORE
-        or 1 - busiest.at_work_share < _ASLEEP
-        or stats.loop.wake_seconds < _SLOW_WAKE_SECONDS
-    ):
+    if not _wait_for_lock(stats, busiest):
         return None
     return Verdict(
         "gil-bound",
@@ -290,6 +294,10 @@ def _collate(stats: LoaderStats) -> Verdict | None:
     collate = busiest.stage if busiest.stage.name == "collate" else busiest.collate
     if collate is None or collate.busy_seconds < 0.5 * busiest.busy_seconds:
         return None
+    # Whoever makes a batch waits for the lock too. What counts then is who has it.
+    is_small = collate.cpu_seconds < 0.5 * busiest.cpu_seconds
+    if is_small and _wait_for_lock(stats, busiest):
+        return None
     return Verdict(
         "collate-bound",
         f"collate-bound: {collate.num_busy:.1f} of {collate.width} workers make batches, "
@@ -334,7 +342,7 @@ def _input(stats: LoaderStats) -> Verdict | None:
 
 def _computing(stats: LoaderStats) -> Verdict:
     busiest = _busiest(stats)
-    width = busiest.stage.width or stats.num_cores
+    width = busiest.stage.width
     sentence = (
         f"cpu-bound: {busiest}, using {busiest.num_cores_used:.1f} of {stats.num_cores} cores"
         f"{_others(stats, busiest)}."
@@ -343,17 +351,18 @@ def _computing(stats: LoaderStats) -> Verdict:
     if busiest.queued_seconds > busiest.cpu_seconds and not are_taken:
         share = _percent(min(1.0, busiest.queued_seconds / busiest.busy_seconds))
         advice = f"They waited {share} of their time for a core: {_who_else(stats)}."
-    elif busiest.stage.workers == "executor":
+    elif width is None:
         advice = f"Raise {_argument(busiest)}, up to the number of cores that it has."
     elif width < stats.num_cores:
         advice = f"Raise {_argument(busiest)} to {stats.num_cores}, the number of cores."
     elif busiest.stage.name == "load":
         advice = "Move what computes from load to preprocess; load is for what waits."
     else:
-        advice = (
-            "All cores are taken: decode images with ImageLoader and its size=, do less per "
-            "sample, or augment on the device."
-        )
+        advice = "All cores are taken: do" if are_taken else "Do"
+        advice += " less per sample, or do some of it on the device."
+        if stats.stage("load") is None and stats.stage("iterate") is None:
+            # Whoever has a load stage may have it already: folders of images are split for it.
+            advice += " If it decodes images, ImageLoader with its size= is faster."
     return Verdict("cpu-bound", sentence, advice, busiest.stage.name)
 
 

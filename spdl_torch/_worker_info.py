@@ -48,12 +48,12 @@ def _make_thread_aware() -> None:
     the function: everyone who imported it by name has the same object. torch's own worker
     processes, and every thread that is not one of ours, get the answer they always got.
     """
-    if hasattr(torch_worker, "_spdl_torch_answer"):
+    if get_worker_info.__code__ is _replacement.__code__:
         return
+    # No lock, which a fork might find held. What is looked at above comes last: whoever finds it
+    # begun and not done does the same again.
     torch_worker._spdl_torch_answer = _answer  # type: ignore[attr-defined]
     get_worker_info.__code__ = _replacement.__code__
-    # The child of a fork begins as a copy of the forking thread, but it is not our worker.
-    os.register_at_fork(after_in_child=_forget)
 
 
 def _replacement() -> WorkerInfo | None:
@@ -63,3 +63,7 @@ def _replacement() -> WorkerInfo | None:
 
 def _forget() -> None:
     _of_thread.info = None
+
+
+# The child of a fork begins as a copy of the forking thread, but it is not our worker.
+os.register_at_fork(after_in_child=_forget)

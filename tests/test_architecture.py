@@ -116,6 +116,90 @@ def test_streams_are_known_in_one_place():
     assert files == {"_transfer.py"}
 
 
+SHARED_BY_ALL_THREADS = {
+    ("_pipeline/_executor_stage.py", "_hooks"): "each step is one atomic operation",
+    ("_pipeline/_lifetime.py", "_live"): "added to and read in one step each",
+    ("_pipeline/_lifetime.py", "_close_all_at_exit"): "done twice it does no harm",
+    ("_transfer/_transfer.py", "_side_streams"): "of two that are made, the first is taken by both",
+}
+"""What modules have that changes, and why that is right with any number of threads."""
+
+
+def is_mutable(value):
+    if isinstance(value, ast.Dict | ast.List | ast.Set):
+        return True
+    return isinstance(value, ast.DictComp | ast.ListComp | ast.SetComp) or (
+        isinstance(value, ast.Call)
+        and ast.unparse(value.func).rpartition(".")[2]
+        in {
+            "Counter",
+            "OrderedDict",
+            "WeakKeyDictionary",
+            "WeakSet",
+            "WeakValueDictionary",
+            "bytearray",
+            "count",
+            "cycle",
+            "defaultdict",
+            "deque",
+            "dict",
+            "iter",
+            "list",
+            "set",
+        }
+    )
+
+
+def names_that_change(tree):
+    """Mutable values that a module or a class has, but for constants, which nobody writes to."""
+    bodies = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
+    for node in (node for body in bodies for node in body):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in map(ast.unparse, targets):
+                is_constant = name == "__all__" or name.isupper()
+                if is_mutable(node.value) and not is_constant:
+                    yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+        elif isinstance(node, ast.FunctionDef):
+            decorators = {ast.unparse(d).partition("(")[0] for d in node.decorator_list}
+            if decorators & {"cache", "functools.cache", "functools.lru_cache", "lru_cache"}:
+                yield node.name
+
+
+def writes_to_constants(tree):
+    """Where a name in capitals is written to after all."""
+    writing = {
+        "add",
+        "append",
+        "clear",
+        "extend",
+        "pop",
+        "popitem",
+        "remove",
+        "setdefault",
+        "update",
+    }
+    for node in ast.walk(tree):
+        is_item = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        is_call = isinstance(node, ast.Attribute) and node.attr in writing
+        held = node.value if is_item or is_call else None
+        if isinstance(held, ast.Name) and held.id.isupper():
+            yield held.id
+
+
+def test_what_all_threads_share_and_what_changes_is_known():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        name = path.relative_to(PACKAGE).as_posix()
+        found |= {(name, changing) for changing in names_that_change(tree)}
+        assert list(writes_to_constants(tree)) == [], name
+    assert found == set(SHARED_BY_ALL_THREADS)
+
+
 @pytest.mark.parametrize("package", ["_image", "_transfer"])
 def test_an_operation_with_rooms_imports_nothing_of_the_rest_of_the_house(package):
     for path in (PACKAGE / package).glob("*.py"):

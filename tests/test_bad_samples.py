@@ -125,10 +125,19 @@ def test_in_an_executor_bad_samples_are_replaced_too():
 
 
 class Unpicklable(Exception):  # noqa: N818
-    """Can be pickled, but not read again: its class wants an argument more."""
+    """Can be pickled, but not read again: its class wants an argument more.
+
+    Some packages teach pickle to do without the class; so there is an attribute like it, too.
+    """
 
     def __init__(self, index, why):
         super().__init__(f"{index}: {why}")
+        self.trap = Trap()
+
+
+class Trap:
+    def __reduce__(self):
+        return int, ("no number",)
 
 
 class DamagedText(Damaged):
@@ -206,10 +215,21 @@ def test_over_budget_the_loop_gets_an_error_that_lists_the_bad_samples(policy, n
     ):
         list(loader)
     text = str(caught.value)
-    assert "4 samples could not be made, and at most 3 may be bad" in text
+    assert "4 of the samples could not be made, and at most 3 may be bad" in text
     for index in BAD:
         assert f"sample {index} in the preprocess stage: ValueError: {index} is damaged" in text
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(("max_fraction", "is_allowed"), [(0.01, True), (0.0, False)])
+def test_of_a_small_dataset_one_sample_may_be_bad_if_any_may(max_fraction, is_allowed):
+    policy = ReplaceBadSamples(max_fraction=max_fraction)
+    with DataLoader(Damaged(20, [3]), 4, num_workers=2, on_error=policy) as loader:
+        if is_allowed:
+            assert len(list(loader)) == 5
+        else:
+            with pytest.raises(TooManyBadSamples):
+                list(loader)
 
 
 def test_the_list_of_bad_samples_ends_with_the_tenth():

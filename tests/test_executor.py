@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -181,6 +183,46 @@ def test_breaking_off_takes_back_what_the_executor_has_not_begun():
     assert all(future.cancelled() for future in waiting)
 
 
+class Unwilling(Future):
+    """Whoever cancels it waits until it may be cancelled, and Ctrl-C is pressed meanwhile."""
+
+    may_be_cancelled = threading.Event()
+
+    def cancel(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert self.may_be_cancelled.wait(PATIENCE_SECONDS)
+        return super().cancel()
+
+
+class WithUnwilling(Executor):
+    """Runs the first task at once, and no other."""
+
+    has_run = False
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Unwilling()
+        if not self.has_run:
+            self.has_run = True
+            future.set_result(fn(*args))
+        return future
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts_once")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_no_thread_is_left_if_an_executor_is_slow_and_ctrl_c_is_pressed():
+    Unwilling.may_be_cancelled.clear()
+    loader = DataLoader(Staged(40), num_workers=2, preprocess_executor=WithUnwilling())
+    iterator = iter(loader)
+    next(iterator)
+    with contextlib.suppress(KeyboardInterrupt):
+        del iterator  # A finaliser is interrupted, and is not called again.
+    Unwilling.may_be_cancelled.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("spdl_torch"):
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive(), thread.name
+
+
 def test_a_new_epoch_is_not_cancelled_with_the_old_one():
     with ThreadPoolExecutor(2) as executor:
         loader = DataLoader(
@@ -191,6 +233,74 @@ def test_a_new_epoch_is_not_cancelled_with_the_old_one():
                 break
         assert len(list(loader)) == 40
         loader.close()
+
+
+class Remote(Future):
+    """Is cancelled by a message through a pipe, which a forked child has too."""
+
+    def __init__(self, pipe):
+        super().__init__()
+        self.pipe = pipe
+
+    def cancel(self):
+        os.write(self.pipe, b"cancel")
+        return super().cancel()
+
+
+class RunsTheFirst(Executor):
+    """Runs the first task at once, and no other."""
+
+    def __init__(self, make_future):
+        self.make_future = make_future
+        self.futures = []
+        self.is_at_second = threading.Event()
+        self.may_go = threading.Event()
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = self.make_future()
+        if self.futures:
+            self.is_at_second.set()
+            assert self.may_go.wait(PATIENCE_SECONDS)
+        else:
+            future.set_result(fn(*args))
+        self.futures.append(future)
+        return future
+
+
+def test_a_forked_child_does_not_take_back_its_parents_tasks():
+    reader, writer = os.pipe()
+    executor = RunsTheFirst(lambda: Remote(writer))
+    executor.may_go.set()
+    iterator = iter(DataLoader(Squares(8), num_workers=2, preprocess_executor=executor))
+    next(iterator)
+    child = os.fork()
+    if child == 0:  # pragma: no cover (in the child)
+        try:
+            del iterator
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.write(writer, b"nothing came before")
+    assert os.read(reader, 100) == b"nothing came before"
+    del iterator
+    assert os.read(reader, 100).startswith(b"cancel")
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_task_that_is_handed_over_while_the_loop_is_left_is_taken_back():
+    executor = RunsTheFirst(Future)
+    loader = DataLoader(Staged(40), num_workers=1, num_io_workers=2, preprocess_executor=executor)
+    iterator = iter(loader)
+    next(iterator)
+    assert executor.is_at_second.wait(PATIENCE_SECONDS)
+    threading.Timer(0.05, executor.may_go.set).start()  # While the finaliser waits for it.
+    del iterator
+    for thread in threading.enumerate():
+        if thread.name.startswith("spdl_torch"):
+            thread.join(PATIENCE_SECONDS)
+    assert len(executor.futures) > 1
+    assert all(future.cancelled() for future in executor.futures[1:])
 
 
 class InterruptsOnce(ThreadPoolExecutor):

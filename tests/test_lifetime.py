@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
-from spdl_torch import DataLoader, StagedDataset
+from spdl_torch import DataLoader, RetryLoad, StagedDataset
 
-from .conftest import own_thread_names
+from .conftest import HAS_GIL, own_thread_names
 from .datasets import (
     PATIENCE_SECONDS,
+    Circle,
     Gated,
     Raising,
     Sharded,
@@ -87,10 +90,12 @@ def test_a_waiting_worker_keeps_nothing_of_its_last_batch():
             return sample
 
     alive = weakref.WeakSet()
-    loader = DataLoader(Samples(3), num_workers=2, persistent_workers=True, collate_fn=len)
-    assert list(loader) == [1, 1, 1]
-    assert len(alive) == 0
-    loader.close()
+    arguments = {"num_workers": 2, "persistent_workers": True, "collate_fn": len}
+    with DataLoader(Samples(3), **arguments) as loader:
+        assert list(loader) == [1, 1, 1]
+        if not HAS_GIL:
+            gc.collect()
+        assert len(alive) == 0
 
 
 def test_an_iterator_that_nobody_else_holds_gives_its_batch():
@@ -110,15 +115,171 @@ class Trainer:
         return samples
 
 
+def collect(alive):
+    """Collect garbage until this is gone: a worker may be about to let go of its last task."""
+    started = time.monotonic()
+    while alive() is not None:
+        assert time.monotonic() - started < PATIENCE_SECONDS
+        gc.collect()
+
+
 def test_workers_of_cyclic_garbage_end_when_it_is_collected():
     trainer = Trainer()
     list(trainer.loader)
     alive = weakref.ref(trainer)
     del trainer
     assert len(own_thread_names()) == 2
-    gc.collect()
-    assert alive() is None
+    collect(alive)
     assert own_thread_names() == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_garbage_collected_while_the_threads_are_counted_is_not_waited_for():
+    trainer = Trainer()
+    list(trainer.loader)
+    threads = trainer.loader._iterator._workers
+    alive = weakref.ref(trainer)
+    del trainer
+    # As in the middle of `threading.enumerate()`. No worker can end before it is left.
+    with threading._active_limbo_lock:
+        started = time.monotonic()
+        collect(alive)
+        seconds = time.monotonic() - started
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert seconds < 4  # It would be five, and a warning that the dataset's code is stuck.
+
+
+@pytest.mark.skipif(HAS_GIL, reason="what a thread drops goes in that thread")
+@pytest.mark.filterwarnings("error")
+def test_what_another_thread_has_dropped_is_not_waited_for_while_the_threads_are_counted():
+    iterators = [iter(DataLoader(Squares(), num_workers=2))]
+    next(iterators[0])
+    threads = iterators[0]._workers
+    alive = weakref.ref(iterators[0])
+    may_drop = threading.Event()
+
+    def drop():
+        assert may_drop.wait(PATIENCE_SECONDS)
+        iterators.clear()
+
+    dropper = threading.Thread(target=drop)
+    dropper.start()
+    with threading._active_limbo_lock:
+        may_drop.set()
+        started = time.monotonic()
+        # Whoever has made an object lets it go, between any two steps.
+        while alive() is not None and time.monotonic() - started < PATIENCE_SECONDS:
+            pass
+        seconds = time.monotonic() - started
+    for thread in (dropper, *threads):
+        thread.join(PATIENCE_SECONDS)
+    assert seconds < 4
+
+
+class Locking(Squares):
+    """Needs a lock for all samples but the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        self.is_waiting = threading.Event()
+
+    def __getitem__(self, index):
+        if index > 0:
+            self.is_waiting.set()
+            with self.lock:
+                pass
+        return index
+
+
+@pytest.mark.filterwarnings("error")
+def test_garbage_collected_with_a_lock_that_the_workers_need_is_not_waited_for():
+    """As that of a logging handler: garbage is collected anywhere."""
+    dataset = Locking()
+    with dataset.lock:
+        iterator = iter(DataLoader(dataset, num_workers=2))
+        next(iterator)
+        assert dataset.is_waiting.wait(PATIENCE_SECONDS)
+        threads = iterator._workers
+        alive = weakref.ref(iterator)
+        Circle(iterator)
+        del iterator
+        started = time.monotonic()
+        collect(alive)
+        seconds = time.monotonic() - started
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert seconds < 4  # It would be five, and a warning that the dataset's code is stuck.
+
+
+def lines_of_a_finaliser(interrupted_line):
+    """How many lines of ours it has, if none of them is interrupted by Ctrl-C."""
+    iterator = iter(DataLoader(Staged(), num_workers=1, num_io_workers=1))
+    next(iterator)
+    threads = iterator._workers
+    num_lines = 0
+
+    def trace(frame, event, _):
+        nonlocal num_lines
+        if "_pipeline" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            num_lines += 1
+            if num_lines == interrupted_line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        del iterator
+    finally:
+        sys.settrace(before)
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), interrupted_line
+    return num_lines
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_finaliser_that_ctrl_c_interrupts_leaves_no_worker():
+    num_lines = lines_of_a_finaliser(interrupted_line=None)
+    assert num_lines > 40
+    # The first two come before anything can be done about it.
+    for line in range(3, num_lines + 1):
+        lines_of_a_finaliser(line)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="threads have no context before")
+def test_workers_do_not_keep_what_is_in_the_callers_context():
+    current = contextvars.ContextVar("current")
+
+    def train():
+        iterator = iter(DataLoader(Squares(), num_workers=2))
+        current.set(iterator)
+        next(iterator)
+
+    contextvars.copy_context().run(train)
+    gc.collect()
+    assert own_thread_names() == []
+
+
+def test_a_loop_that_is_left_in_a_coroutine_of_another_thread_leaves_no_worker():
+    dataset = Gated(20, gated_index=3)
+    names = []
+
+    async def leave():
+        for _ in DataLoader(dataset, num_workers=2):
+            assert dataset.is_waiting.wait(PATIENCE_SECONDS)
+            threading.Timer(0.05, dataset.may_go.set).start()  # When the loop is being closed.
+            break
+        names.extend(own_thread_names())
+
+    thread = threading.Thread(target=lambda: asyncio.run(leave()))
+    thread.start()
+    thread.join()
+    assert names == []
 
 
 class Failing(StagedDataset):
@@ -383,11 +544,64 @@ def test_a_forked_child_does_not_disturb_the_parents_event_loop():
     expected = list(loader)
     child = os.fork()
     if child == 0:  # pragma: no cover (in the child)
-        own = list(loader)
-        del loader  # Closes its copy of the loop.
-        os._exit(0 if own == expected else 1)
+        is_right = False
+        try:
+            is_right = list(loader) == expected
+            del loader  # Closes its copy of the loop.
+        finally:
+            os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert list(loader) == expected
+
+
+def test_a_fork_finds_no_lock_that_a_worker_may_hold_and_the_child_needs():
+    """One that is held in the instant of a fork is held in the child for ever."""
+    loader = DataLoader(Staged(), num_workers=2, on_error=RetryLoad())
+    ours = [module for name, module in sys.modules.items() if name.startswith("spdl_torch.")]
+    assert len(ours) > 40
+    locks = [
+        name
+        for held in (loader, loader._remedies, *ours)
+        for name, value in vars(held).items()
+        if isinstance(value, type(threading.Lock()) | type(threading.RLock()))
+    ]
+    assert locks == ["_datapipe_graphs"]  # A fork waits for it, as the next test shows.
+
+
+class Seeded(IterDataPipe):
+    """Waits to be let go when it is seeded, which is done with all datapipes locked."""
+
+    is_waiting = threading.Event()
+    may_go = threading.Event()
+
+    def __iter__(self):
+        return iter(range(4))
+
+    def is_shardable(self):
+        return False
+
+    def set_seed(self, seed):
+        if threading.current_thread() is not threading.main_thread():
+            self.is_waiting.set()
+            assert self.may_go.wait(PATIENCE_SECONDS)
+        return self
+
+
+def test_a_forked_child_can_load_from_datapipes_although_a_worker_was_seeding_one():
+    thread = threading.Thread(target=lambda: list(DataLoader(Seeded(), num_workers=1)))
+    thread.start()
+    assert Seeded.is_waiting.wait(PATIENCE_SECONDS)
+    threading.Timer(0.05, Seeded.may_go.set).start()  # While the fork waits for it.
+    child = os.fork()
+    if child == 0:  # pragma: no cover (in the child)
+        signal.alarm(PATIENCE_SECONDS)
+        is_right = False
+        try:
+            is_right = len(list(DataLoader(Seeded(), num_workers=1))) == 4
+        finally:
+            os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join(PATIENCE_SECONDS)
 
 
 def test_the_intra_op_threads_of_other_threads_are_left_alone():
@@ -414,8 +628,8 @@ def test_the_intra_op_threads_of_other_threads_are_left_alone():
 
 
 EXIT = """
-import threading, asyncio
-from spdl_torch import DataLoader, StagedDataset
+import threading, asyncio, time, torch
+from spdl_torch import DataLoader, RetryLoad, StagedDataset, _worker_info
 
 class Data(StagedDataset):
     def __init__(self):
@@ -429,6 +643,21 @@ class Stuck(Data):
     def load(self, index):
         self.is_waiting.set()
         threading.Event().wait()
+
+class Busy(Data):
+    def __len__(self):
+        return 64
+    def load(self, index):
+        self.is_waiting.set()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            torch.ones(100).sum()
+
+class Polls(Data):
+    def load(self, index):
+        self.is_waiting.set()
+        while True:
+            time.sleep(0.005)
 
 class StuckAsync(Data):
     async def load(self, index):
@@ -453,6 +682,11 @@ def consume(iterator):
         # Every worker is inside the user's code, and is never going to come back.
         "data = Stuck(); it = iter(DataLoader(data, num_workers=2));"
         "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
+        # So many that each has but a small share of the interpreter's lock.
+        "data = Busy(); it = iter(DataLoader(data, num_workers=2, num_io_workers=32));"
+        "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
+        "data = Polls(); it = iter(DataLoader(data, num_workers=2));"
+        "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
         "data = StuckAsync(); it = iter(DataLoader(data, num_workers=2));"
         "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
     ],
@@ -466,6 +700,23 @@ def test_the_interpreter_exits_with_a_live_iterator(state):
         check=False,
     )
     assert (program.returncode, program.stderr) == (0, "")
+
+
+def test_the_clocks_of_threads_that_have_ended_do_not_crash_the_exit():
+    # So many that the C library gives the memory of some of them back.
+    program = (
+        "import threading\n"
+        "from spdl_torch._pipeline._threads import runnable_seconds\n"
+        "together = threading.Barrier(30)\n"
+        "threads = [threading.Thread(target=together.wait) for _ in range(30)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "for thread in threads: runnable_seconds(thread)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_an_uncaught_exception_ends_the_program_with_its_traceback():

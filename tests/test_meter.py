@@ -45,7 +45,7 @@ def clock(monkeypatch):
     )
     monkeypatch.setattr(_meter, "time", time)
     monkeypatch.setattr(_measurement, "time", time)
-    monkeypatch.setattr(_meter, "_seconds_in_queue", lambda: clock.queued)
+    monkeypatch.setattr(_meter, "seconds_in_queue", lambda: clock.queued)
     return clock
 
 

@@ -133,6 +133,82 @@ def test_a_worker_that_does_not_come_back_is_left_behind_with_a_warning():
     assert own_thread_names() == []
 
 
+class Interrupted(ThreadStage):
+    """Ctrl-C is pressed when the first batches have been handed out."""
+
+    was_interrupted = False
+
+    def open(self, records):
+        num_opened = super().open(records)
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        return num_opened
+
+
+def test_workers_can_go_on_with_batches_that_an_interrupted_loop_has_given_up():
+    """They are at them already, and must not take their own errors for those of the samples."""
+    gate = threading.Event()
+    failed = []
+
+    def load(index):
+        assert gate.wait(PATIENCE_SECONDS)
+        return index
+
+    def remedy(record, slot, stage, error):
+        failed.append(error)
+        return error
+
+    behind = fused(lambda index: index)
+    first = Interrupted(
+        "load",
+        range(2),
+        lambda worker_id, place: (load, None),
+        is_first=True,
+        next_stage=behind,
+        remedy=remedy,
+    )
+    pipeline = pipeline_of(first, behind, capacity=2)
+    pipeline.begin(iter([[1, 2], [3, 4], [5, 6], [7, 8]]))
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.next(None)
+    gate.set()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="interrupted"):
+            pipeline.next(None).take()
+    assert [pipeline.next(None).take() for _ in range(2)] == [[5, 6], [7, 8]]
+    pipeline.close()
+    assert failed == []
+
+
+class Closing(ThreadStage):
+    """Another thread closes the pipeline just before an epoch is broken off."""
+
+    def close_before_it_is_abandoned(self, pipeline):
+        [group] = self.workers
+        abandon = group.abandon
+
+        def close_and_abandon():
+            closer = threading.Thread(target=pipeline.lifetime.close, kwargs={"grace_seconds": 0.0})
+            closer.start()
+            closer.join(PATIENCE_SECONDS)
+            abandon()
+
+        group.abandon = close_and_abandon
+
+
+@pytest.mark.filterwarnings("ignore:.* still inside")
+def test_an_epoch_that_begins_while_the_pipeline_is_closed_leaves_no_worker():
+    stage = Closing("preprocess", range(2), lambda *_: (abs, list), is_first=True)
+    pipeline = pipeline_of(stage)
+    pipeline.begin(iter([[1]]))
+    stage.close_before_it_is_abandoned(pipeline)
+    pipeline.begin(iter([[1]]))
+    for thread in pipeline.threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("num_started", [0, 1])
 def test_closing_while_workers_are_being_set_up_ends_them(num_started):
     def set_up(worker_id, place):

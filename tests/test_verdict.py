@@ -74,8 +74,15 @@ PIPELINES = {
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_the_bottleneck_of_a_pipeline_is_found(kind):
     dataset, num_workers, step = PIPELINES[kind]
-    stats = stats_of(dataset, num_workers, step=step or (lambda: None))
-    assert stats.verdict.kind == kind, f"{stats.verdict}\n{stats}"
+    # A pipeline runs for a second. If the machine stands still for half of that, as it does now and
+    # then, what was measured is the machine; it must not do so twice more.
+    for num_needed in (1, 2):
+        found = [
+            stats_of(dataset, num_workers, step=step or (lambda: None)) for _ in range(num_needed)
+        ]
+        if all(stats.verdict.kind == kind for stats in found):
+            return
+    pytest.fail("\n".join(str(stats) for stats in found))
 
 
 # -- rule by rule ---------------------------------------------------------------------------------
@@ -192,7 +199,19 @@ CASES = {
         verdict(stage("preprocess", 4, 3.8, cpu=3.7), COLLATE),
         "cpu-bound",
         "using 3.8 of 4 cores",
-        "All cores are taken: decode images with ImageLoader",
+        "If it decodes images, ImageLoader with its size= is faster.",
+    ),
+    "decoding behind a load stage on all cores": (
+        verdict(stage("load", 8, 0.5), stage("preprocess", 4, 3.8, cpu=3.7), COLLATE),
+        "cpu-bound",
+        "using 3.8 of 4 cores",
+        "All cores are taken: do less per sample, or do some of it on the device.",
+    ),
+    "iterating without all cores": (
+        verdict(stage("iterate", 4, 3.8, cpu=1.9, queued=0.2), COLLATE),
+        "cpu-bound",
+        "using 2.0 of 4 cores",
+        "Do less per sample, or do some of it on the device.",
     ),
     "decoding beside another program": (
         verdict(stage("preprocess", 4, 3.8, cpu=1.5, queued=2.2), COLLATE),
@@ -217,6 +236,26 @@ CASES = {
         "gil-bound",
         "4.0 of 4 preprocess workers busy, but they use 1.0 cores",
         "Use preprocess_executor=ProcessPoolExecutor(...)",
+    ),
+    "making batches while the samples hold the lock": (
+        verdict(
+            stage("preprocess", 4, 1.8, cpu=0.9),
+            stage("collate", 4, 2.0, cpu=0.05),
+            wake_seconds=0.006,
+        ),
+        "gil-bound",
+        "3.8 of 4 preprocess workers busy, but they use 0.9 cores",
+        "Use preprocess_executor=ProcessPoolExecutor(...)",
+    ),
+    "batches that hold the lock": (
+        verdict(
+            stage("preprocess", 4, 0.3, cpu=0.05),
+            stage("collate", 4, 3.4, cpu=0.9),
+            wake_seconds=0.006,
+        ),
+        "collate-bound",
+        "3.4 of 4 workers make batches",
+        "do less in collate_fn",
     ),
     "as many cores, but woken at once": (
         verdict(stage("preprocess", 4, 3.9, cpu=0.9, queued=0.1), COLLATE, wake_seconds=0.0001),
@@ -326,7 +365,17 @@ CASES = {
         verdict(stage("preprocess", 2, 1.9, cpu=1.8, workers="executor"), stage("collate", 2, 0.1)),
         "cpu-bound",
         "1.9 of 2 preprocess workers busy",
-        "Raise the number of the executor's workers, up to the number of cores that it has.",
+        "Raise the number of the executor's workers to 4, the number of cores.",
+    ),
+    "an executor with a worker for each core": (
+        verdict(
+            stage("load", 2, 0.1),
+            stage("preprocess", 4, 3.9, cpu=3.8, workers="executor"),
+            stage("collate", 2, 0.1),
+        ),
+        "cpu-bound",
+        "3.9 of 4 preprocess workers busy",
+        "All cores are taken: do less per sample",
     ),
     "an executor of an unknown size": (
         verdict(stage("preprocess", None, 3.0, cpu=2.9, workers="executor")),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data
 from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from spdl_torch import DataLoader
 
@@ -132,6 +134,25 @@ def test_worker_init_fn_may_seed_everything_and_the_training_loop_does_not_notic
     before = states()
     next(iterator)
     assert states() == before
+
+
+def test_worker_init_fns_may_wait_for_each_other_and_fork_with_datapipes_too():
+    """No lock is held while they run."""
+    together = threading.Barrier(2)
+
+    def fork():
+        if (child := os.fork()) == 0:  # pragma: no cover (in the child)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    def meet(worker_id):
+        together.wait(PATIENCE_SECONDS)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(fork).result(PATIENCE_SECONDS) == 0
+
+    pipe = IterableWrapper(range(8)).sharding_filter()
+    loader = DataLoader(pipe, batch_size=2, num_workers=2, worker_init_fn=meet)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))
 
 
 def test_worker_init_fns_may_wait_for_each_other():

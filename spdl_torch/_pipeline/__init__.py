@@ -3,7 +3,7 @@
 The consumer's thread draws the indices of a batch and opens a `Record` with a slot for each
 sample. Stages fill the slots, in any order, and whoever settles the last one has the batch
 made, which may go on through one more stage (`TransferStage`). At most `capacity` records are open
-at a time (`Window`). `Pipeline` owns all threads.
+at a time (`Window`). All threads of a `Pipeline` belong to its `Lifetime`.
 
 What makes this right, in one place:
 
@@ -17,7 +17,11 @@ What makes this right, in one place:
   nothing of it reaches the next.
 * Every thread measures itself, in a meter that it alone writes and that refers to nothing of the
   user's.
-* Closing takes no lock and blocks on nothing but the join, so a finaliser may close from anywhere.
+* What threads share changes under a lock, or in one step that Python makes atomic with and without
+  a GIL: an item of a list, a deque or a dict put in, taken out or replaced. No iterator is shared.
+* Closing first tells all threads to end, which takes no lock of ours and waits for nobody. Then it
+  joins them. So a finaliser may close from anywhere; where it might be what the threads wait for,
+  as in the middle of a garbage collection, it waits for a moment only.
 """
 
 from ._async_stage import AsyncStage

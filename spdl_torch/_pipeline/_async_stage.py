@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +24,7 @@ from ._stages import (
     note_origin,
     without_our_frame,
 )
-from ._workers import THREAD_NAME
+from ._threads import new_thread
 
 __all__ = ["AsyncStage"]
 
@@ -168,8 +167,7 @@ class _LoopThread:
         self._reports: SimpleQueue[BaseException | None] = SimpleQueue()
         self._signal: Signal | None = None
         self.is_closed = False
-        thread_name = f"{THREAD_NAME}{name}-{worker_id}"
-        self.threads = [threading.Thread(target=self._run, name=thread_name, daemon=True)]
+        self.threads = [new_thread(f"{name}-{worker_id}", self._run)]
 
     def put(self, tasks: list[tuple[Record, int]]) -> None:
         if tasks:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import pickle
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
@@ -26,12 +28,14 @@ from ._stages import (
     note_origin,
     without_our_frame,
 )
+from ._threads import new_thread
 
 __all__ = ["ExecutorStage"]
 
 _MAX_HOOKS_KEPT: Final = 4
-_hooks: OrderedDict[bytes, Operation] = OrderedDict()
-"""In an executor's worker: the hooks it has been sent, latest last."""
+_hooks: dict[bytes, Operation] = {}
+"""In an executor's worker: the hooks it has been sent, latest last. It may be a thread among
+others, so each step is one atomic operation."""
 
 
 class _Task(NamedTuple):
@@ -89,9 +93,14 @@ class _InAnotherProcess(Exception):  # noqa: N818 (never raised)
 class _Futures(set[Future[Any]]):
     """What an executor has been asked for. Its workers are not ours; only this is ours to end."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._process_id = os.getpid()
+        self._cancellers: list[threading.Thread] = []
+
     @property
     def threads(self) -> list[threading.Thread]:
-        return []
+        return self._cancellers.copy()
 
     def start(self, seconds_apart: float) -> None:
         pass
@@ -100,12 +109,36 @@ class _Futures(set[Future[Any]]):
         pass
 
     def abandon(self) -> None:
-        """Take back what the executor has not begun."""
-        for future in list(self):
-            future.cancel()
+        self.take_back(self.copy())  # In one step: futures come and go in other threads.
 
     def close(self) -> None:
         self.abandon()
+
+    def take_back(self, futures: set[Future[Any]]) -> None:
+        """Take back what the executor has not begun.
+
+        In a thread of its own: `cancel` runs the executor's code, and that of a cluster waits for
+        the thread of its client. A finaliser may run in that very thread, which would wait for
+        itself, or in the middle of a `submit`, with a lock that it waits for.
+        """
+        if not futures or os.getpid() != self._process_id:
+            return  # A forked child has copies of its parent's; the tasks are its parent's.
+        canceller = new_thread("cancel", _cancel, futures)
+        try:
+            canceller.start()
+        except RuntimeError:  # The interpreter exits, and the executor with it.
+            return
+        self._cancellers.append(canceller)
+        for ended in self.threads:
+            if not ended.is_alive():
+                with contextlib.suppress(ValueError):  # Another thread was quicker.
+                    self._cancellers.remove(ended)
+
+
+def _cancel(futures: set[Future[Any]]) -> None:
+    for future in futures:
+        with contextlib.suppress(Exception):  # Of an executor that has ended, say.
+            future.cancel()
 
 
 class ExecutorStage:
@@ -143,8 +176,8 @@ class ExecutorStage:
         self._collate_stage = collate_stage
         # A hand-over between processes costs some hundred microseconds.
         self._group_size = GroupSize(seconds=0.01)
-        # Reentrant: garbage is collected anywhere, also in whoever holds this, and an iterator that
-        # is collected takes back what its executor has not begun, which comes back here.
+        # Reentrant: garbage is collected anywhere, also in whoever holds this, and code that runs
+        # then may bring a task to its end, which comes back here.
         self._lock = threading.RLock()
         self._held_back: deque[_Task] = deque()
         self._carrier_is_under_way = False
@@ -182,13 +215,14 @@ class ExecutorStage:
         size = len(slots) if self._takes_whole_batch else self._group_size.num_samples()
         for first in range(0, len(slots), size):
             task = _Task(record, slots[first : first + size])
-            with self._lock:
-                if not self._hook_has_arrived and self._carrier_is_under_way:
-                    self._held_back.append(task)
-                    continue
-                carries_hook = not self._hook_has_arrived
-                self._carrier_is_under_way |= carries_hook
+            carries_hook = False
             try:
+                with self._lock:
+                    if not self._hook_has_arrived and self._carrier_is_under_way:
+                        self._held_back.append(task)
+                        continue
+                    carries_hook = not self._hook_has_arrived
+                    self._carrier_is_under_way |= carries_hook
                 self._submit(task, carries_hook)
             except BaseException:  # Ctrl-C in the middle: the carrier may not be under way.
                 if carries_hook:
@@ -197,12 +231,12 @@ class ExecutorStage:
 
     def _submit(self, task: _Task, carries_hook: bool) -> None:
         record, slots = task
-        inputs = record.indices if self._is_first else record.slots
-        if self._takes_whole_batch:
-            inputs = self._label(record, Place.WHOLE, record.drawn)
-        else:
-            inputs = [self._label(record, slot, inputs[slot]) for slot in slots]
         try:
+            inputs = record.indices if self._is_first else record.slots
+            if self._takes_whole_batch:
+                inputs = self._label(record, Place.WHOLE, record.drawn)
+            else:
+                inputs = [self._label(record, slot, inputs[slot]) for slot in slots]
             future = self._executor.submit(
                 _run_hook,
                 self._digest,
@@ -219,6 +253,9 @@ class ExecutorStage:
         self._submitted[future] = task, time.monotonic()
         self._meter.begin(len(slots))
         future.add_done_callback(partial(self._on_done, task, carries_hook))
+        # Looked at after it was added; closing goes the other way round, so one sees the other.
+        if record.is_abandoned:
+            self._futures.take_back({future})
 
     # -- what happens when the executor answers; runs in one of its threads ----------------------
 
@@ -303,8 +340,8 @@ def _run_hook(
         if pickled_hook is None:
             return None
         hook = _hooks[digest] = pickle.loads(pickled_hook)
-        while len(_hooks) > _MAX_HOOKS_KEPT:
-            _hooks.popitem(last=False)
+        for oldest in list(_hooks)[:-_MAX_HOOKS_KEPT]:
+            _hooks.pop(oldest, None)
     started = time.perf_counter(), time.thread_time()
     samples: Any = []
     try:

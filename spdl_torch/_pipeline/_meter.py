@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
-from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
+
+from ._threads import seconds_in_queue
 
 __all__ = [
     "LAP_SECONDS",
@@ -66,15 +67,6 @@ _CPU_READ_SECONDS: Final = 0.001
 """How often a thread that does short tasks looks up how long a core was at work for it,"""
 _QUEUE_READ_SECONDS: Final = 0.05
 """and any thread how long it has waited for one, which takes some ten microseconds to find out."""
-
-
-def _seconds_in_queue() -> float:
-    """How long the calling thread could have run in all its life, had there been a core for it."""
-    try:
-        with Path("/proc/thread-self/schedstat").open("rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):  # Only Linux says so, and not every Linux.
-        return 0.0
 
 
 class Tally:
@@ -255,7 +247,7 @@ class WorkerMeter:
 
     def start(self) -> None:
         """The thread is ready for work."""
-        self._queued_at = _seconds_in_queue()
+        self._queued_at = seconds_in_queue()
         self._cpu_at = time.thread_time()
         self._at = time.monotonic()
         self._state = _IDLE
@@ -357,7 +349,7 @@ class WorkerMeter:
         if now - self._queued_read < _QUEUE_READ_SECONDS:
             return cpu_seconds, 0.0
         self._queued_read = now
-        before, self._queued_at = self._queued_at, _seconds_in_queue()
+        before, self._queued_at = self._queued_at, seconds_in_queue()
         return cpu_seconds, self._queued_at - before
 
     def _starved(self, now: float, idle_seconds: float) -> float:
@@ -539,8 +531,8 @@ class FutureMeter:
         self._name = name
         self._width = width
         self._tally = Tally()
-        # Reentrant: garbage is collected anywhere, also in whoever holds this, and an iterator that
-        # is collected takes back what its executor has not begun.
+        # Reentrant: garbage is collected anywhere, also in whoever holds this, and code that runs
+        # then may bring a task to its end.
         self._lock = threading.RLock()
         self._num_in_flight = 0
         self._at = 0.0

@@ -137,6 +137,11 @@ class Record:
         # Last: whoever sees the flag must see everything above.
         self.is_finished = True
 
+    def give_up(self, error: BaseException) -> None:
+        """Leave this error for the consumer, and the slots to the workers that may be at them."""
+        self.fail(0, error)
+        self.is_finished = True
+
     def take(self) -> Any:
         """Give the batch away, or raise the error it ended in; the record keeps neither."""
         if self.error is not None:

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import length_hint
 from typing import Any, Final, Protocol
 
 from ._meter import LAP_SECONDS, Meter, StageMeter, WorkerMeter
@@ -126,9 +125,10 @@ class GroupSize:
 class _Job:
     """Slots of one batch that wait for a stage.
 
-    Any number of workers may be at the same job: each takes one slot at a time from the same
-    iterator, which gives every slot once. So a slow sample holds up nobody but its worker, and
-    it makes no difference to the result how many workers were called.
+    Any number of workers may be at the same job: each takes one slot at a time from the same list,
+    which gives every slot once. (An iterator that threads share gives some twice where there is no
+    GIL.) So a slow sample holds up nobody but its worker, and it makes no difference to the result
+    how many workers were called.
     """
 
     __slots__ = ("__weakref__", "_takers", "_workers", "num_samples", "record", "unclaimed")
@@ -144,19 +144,29 @@ class _Job:
         self._workers = workers
         self._takers = takers
         self.record = record
-        self.unclaimed = iter(slots)
+        self.unclaimed = list(reversed(slots))
+        """The first is at the end, which `pop` takes it from."""
         self.num_samples = num_samples
         """How many samples to expect; none: all slots are settled, and the batch is to be made."""
 
+    def claim_rest(self) -> int:
+        """Claim what is left; gives how many slots that are."""
+        num_slots = 0
+        with contextlib.suppress(IndexError):
+            while True:
+                self.unclaimed.pop()
+                num_slots += 1
+        return num_slots
+
     def is_left(self) -> bool:
-        return length_hint(self.unclaimed) > 0
+        return bool(self.unclaimed)
 
     def is_awaited(self) -> bool:
         return self._takers is None or self._takers.any_is_idle()
 
     def share(self) -> None:
         call = [self]
-        for _ in range(min(length_hint(self.unclaimed), len(self._workers.threads))):
+        for _ in range(min(len(self.unclaimed), len(self._workers.threads))):
             self._workers.put(call)
 
 
@@ -279,7 +289,8 @@ class ThreadStage:
         now = time.monotonic()
         found = []
         for thread, worker_id in zip(self._workers.threads, self._worker_ids, strict=True):
-            place = self.tools[worker_id][-1] if worker_id in self.tools else None
+            tools = self.tools.get(worker_id)  # One look: a worker that ends takes them away.
+            place = None if tools is None else tools[-1]
             record = None if place is None else place.record
             if place is not None and record is not None:
                 at, lines = place.slot, stack_lines(thread)
@@ -367,27 +378,30 @@ class ThreadStage:
         signal, next_stage = record.signal, self._next_stage
         slots = record.slots
         inputs = record.indices if self._is_first else slots
-        num_done = num_failed = slot = 0
+        claim = job.unclaimed.pop
+        num_done = num_failed = 0
         done: list[int] = []
         passed_on = time.monotonic()
         while True:
             try:
-                for slot in job.unclaimed:
-                    place.slot = slot
-                    slots[slot] = operation(inputs[slot])
-                    num_done += 1
-                    if signal.is_closed:
-                        break
-                    if is_timed:
-                        meter.lap(self._name, record.number, 1, record.indices[slot])
-                        place.since = meter.at
-                    if next_stage is not None:
-                        done.append(slot)
-                        now = time.monotonic()
-                        if now - passed_on > _HAND_OVER_SECONDS:
-                            next_stage.put(record, done)
-                            done, passed_on = [], now
+                slot = claim()
+            except IndexError:
                 break
+            try:
+                place.slot = slot
+                slots[slot] = operation(inputs[slot])
+                num_done += 1
+                if signal.is_closed:
+                    break
+                if is_timed:
+                    meter.lap(self._name, record.number, 1, record.indices[slot])
+                    place.since = meter.at
+                if next_stage is not None:
+                    done.append(slot)
+                    now = time.monotonic()
+                    if now - passed_on > _HAND_OVER_SECONDS:
+                        next_stage.put(record, done)
+                        done, passed_on = [], now
             except BaseException as error:
                 # It took its time, and no other sample's.
                 meter.lap(self._name, record.number, 0, record.indices[slot])
@@ -406,23 +420,23 @@ class ThreadStage:
     def _fill_whole(self, job: _Job, operation: Operation, meter: WorkerMeter) -> tuple[int, int]:
         record = job.record
         num_samples = len(record.indices)
-        for _ in job.unclaimed:
-            try:
-                samples = operation(record.drawn)
-                if self._collate_stage is not None:  # It loads; what is loaded is counted.
-                    samples = check_count(samples, num_samples)
-                record.slots = samples
-            except BaseException as error:
-                note_origin(error, self._name, record, None)
-                record.fail(0, without_our_frame(error))
-                return num_samples, num_samples
-            finally:
-                meter.lap(self._name, record.number, num_samples)
-            if self._next_stage is not None:
-                self._next_stage.put(record, range(num_samples))
-                return num_samples, 0
+        if job.claim_rest() == 0:
+            return 0, 0
+        try:
+            samples = operation(record.drawn)
+            if self._collate_stage is not None:  # It loads; what is loaded is counted.
+                samples = check_count(samples, num_samples)
+            record.slots = samples
+        except BaseException as error:
+            note_origin(error, self._name, record, None)
+            record.fail(0, without_our_frame(error))
             return num_samples, num_samples
-        return 0, 0
+        finally:
+            meter.lap(self._name, record.number, num_samples)
+        if self._next_stage is not None:
+            self._next_stage.put(record, range(num_samples))
+            return num_samples, 0
+        return num_samples, num_samples
 
     def _remedied(self, record: Record, slot: int, error: BaseException) -> BaseException | None:
         """What a sample's slot is to end in; None if another sample is made for it."""
@@ -439,7 +453,7 @@ class ThreadStage:
         """
         note_origin(error, self._name, job.record, slot)
         job.record.fail(slot, error)
-        return 1 + sum(1 for _ in job.unclaimed)
+        return 1 + job.claim_rest()
 
     def _make_batch(self, record: Record, collate: Operation) -> None:
         batch = None

@@ -196,8 +196,7 @@ class Window:
             # Ctrl-C in the middle: nobody knows which of them the workers know. They must not be
             # waited for by whoever goes on with the same iterator.
             for record in records:
-                record.fail(0, RuntimeError("the loop was interrupted while it began this batch"))
-                record.finish()
+                record.give_up(RuntimeError("the loop was interrupted while it began this batch"))
             raise
         if num_opened < len(records):
             self._source_has_ended = True

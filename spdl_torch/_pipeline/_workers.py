@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
-__all__ = ["THREAD_NAME", "WorkerStage", "Workers"]
+from ._threads import new_thread
 
-THREAD_NAME: Final = "spdl_torch-"
-"""How the names of all our threads begin."""
+__all__ = ["WorkerStage", "Workers"]
 
 
 class WorkerStage(Protocol):
@@ -55,14 +54,14 @@ class _TaskQueue:
     def __init__(self) -> None:
         self._tasks: deque[Any] = deque()
         self._sleepers: list[threading.Lock] = []
-        self._rings = map(_ring, iter(self._sleepers.pop, None))
-        """Each `next` takes one bell and rings it: one operation, because an interrupt between the
-        two would leave a worker asleep for ever."""
 
     def put(self, task: Any) -> None:
         self._tasks.append(task)
+        # Take one bell and ring it: one operation, because an interrupt between the two would leave
+        # a worker asleep for ever. Each call has its own iterators, which threads do not share.
+        rings = map(_ring, iter(self._sleepers.pop, None))
         with contextlib.suppress(IndexError):
-            next(self._rings)
+            next(rings)
 
     def get(self, bell: threading.Lock) -> Any:
         """The next task. The bell is the calling thread's own lock, which it has acquired."""
@@ -102,14 +101,14 @@ class Workers:
         self._tasks = _TaskQueue()
         self._reports: SimpleQueue[_Report] = SimpleQueue()
         self._errors: dict[int, BaseException | None] = {}
-        # Daemon threads, because a worker may be stuck in the user's code for good and must not
-        # keep the interpreter from exiting. The pipeline joins them in every other case.
         self.threads = [
-            threading.Thread(
-                target=_serve,
-                args=(worker_id, weakref.ref(stage), self._tasks, self._reports),
-                name=f"{THREAD_NAME}{name}-{worker_id}",
-                daemon=True,
+            new_thread(
+                f"{name}-{worker_id}",
+                _serve,
+                worker_id,
+                weakref.ref(stage),
+                self._tasks,
+                self._reports,
             )
             for worker_id in ids
         ]

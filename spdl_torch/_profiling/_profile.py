@@ -66,7 +66,7 @@ class Headroom:
         return self.free_batches_per_second / slow if slow > 0 else 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
     """The statistics of some batches, with every worker's timeline and how each stage scales.
 
@@ -82,6 +82,9 @@ class Profile:
 
     def __str__(self) -> str:
         return table(self)
+
+    __repr__ = __str__
+    """For notebooks: the timeline has thousands of spans."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON; without the timeline."""

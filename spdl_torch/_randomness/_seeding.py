@@ -8,7 +8,6 @@ torch's own would be that of the training loop.
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +19,12 @@ from ._generators import current_generators
 __all__ = ["let_torch_seed_samples"]
 
 
-_lock = threading.Lock()
-
-
 def let_torch_seed_samples() -> None:
     """Teach torch's seeding functions to look for a sample first.
 
     The functions' code is replaced, not the functions: everyone who imported one by name has the
     same object. Where no sample is being made, they do what they always did.
     """
-    with _lock:
-        if not hasattr(torch.random, "_spdl_torch_manual_seed"):
-            _replace_all()
-
-
-def _replace_all() -> None:
     # Each runs in torch's module, where `_replace` leaves the name that it calls.
     _replace(
         torch.random.manual_seed,
@@ -59,11 +49,15 @@ def _replace_all() -> None:
 
 
 def _replace(function: Any, replacement: Any) -> None:
+    if function.__code__ is replacement.__code__:
+        return
+    # No lock, which a fork might find held. Another thread may be at the same: the answer that is
+    # left first counts, and its original was taken before anybody has replaced the code.
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
     )
     answer = functools.partial(_OF_GENERATOR[function.__name__], original)
-    function.__globals__[f"_spdl_torch_{function.__name__}"] = answer
+    function.__globals__.setdefault(f"_spdl_torch_{function.__name__}", answer)
     function.__code__ = replacement.__code__
 
 

@@ -32,7 +32,7 @@ class PinnedRing:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._free: dict[int, deque[torch.Tensor]] = {}
         self._being_copied: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._num_fresh: defaultdict[int, int] = defaultdict(int)
         self._num_reused: defaultdict[int, int] = defaultdict(int)
@@ -54,7 +54,7 @@ class PinnedRing:
         size = 1 << (num_bytes - 1).bit_length()
         thread = threading.get_ident()
         try:
-            buffer = self._free[size].pop()
+            buffer = self._free_of(size).pop()
         except IndexError:
             self._num_fresh[thread] += 1
             # It outlives the mode in which the calling thread may be now.
@@ -66,6 +66,10 @@ class PinnedRing:
     def give_back(self, buffers: Iterable[torch.Tensor], copied: Event) -> None:
         """Have these buffers again when the event has completed."""
         self._being_copied.append((copied, list(buffers)))
+
+    def _free_of(self, size: int) -> deque[torch.Tensor]:
+        # Not a defaultdict's: of two threads that miss it, one would be left with its own.
+        return self._free.setdefault(size, deque())
 
     def _collect(self) -> None:
         """Free the buffers that have been copied by now."""
@@ -79,7 +83,7 @@ class PinnedRing:
                 self._being_copied.appendleft((copied, buffers))
                 return
             for buffer in buffers:
-                self._free[buffer.numel()].append(buffer)
+                self._free_of(buffer.numel()).append(buffer)
 
 
 class Loan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ _MAX_STEPS_QUEUED: Final = 2
 next batch is sent. Two keep the device busy; more would only take its memory."""
 
 _side_streams: dict[tuple[Any, torch.device], Any] = {}
-_side_streams_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +224,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _side_stream(module: Any, device: torch.device) -> Any:
     """The one stream for copies to a device: memory that one loader lets go another can use."""
-    with _side_streams_lock:
-        key = module, device
-        if key not in _side_streams:
-            _side_streams[key] = module.Stream(device=device)
-        return _side_streams[key]
+    key = module, device
+    if key not in _side_streams:
+        # Of two threads that make one, the first counts. (A lock might be held in a fork.)
+        _side_streams.setdefault(key, module.Stream(device=device))
+    return _side_streams[key]

@@ -117,6 +117,8 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """Of the next one, if it was loaded or has been saved already."""
         self._measurement = Measurement(worker_method)
         """Of the last iterator that was made."""
+        self._first_draw: int | None = None
+        """What torch's generator was to give when the first iterator was made."""
         self._chosen_epoch: int | None = None
         """By `set_epoch`, until an iterator has taken it."""
         check_arguments(self, dataset, num_workers, prefetch_factor, generator)
@@ -237,6 +239,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         progress = restored_progress(self, state_dict)
         self._remedies.restore(state_dict.get("bad_samples", []))
         self._next_progress = progress
+        self._first_draw = progress.first_draw
         # Workers that live on have their datasets where the last epoch left them.
         self._iterator = None
 

@@ -72,6 +72,15 @@ class _Iterator(_BaseDataLoaderIter):
     _progress: Progress
     """Set before torch's constructor is called."""
 
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._was_drawn = self._progress.was_drawn(loader)
+        torchs: Any = _Undrawn(loader) if self._was_drawn else loader
+        super().__init__(torchs)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        # What is restored has an iterator made for it, whose first reset this is.
+        super()._reset(_Undrawn(loader) if first_iter and self._was_drawn else loader, first_iter)
+
     @property
     def _base_seed(self) -> int:
         return self._progress.seed_of_workers
@@ -108,6 +117,17 @@ class _Iterator(_BaseDataLoaderIter):
     @_index_sampler.setter
     def _index_sampler(self, sampler: Any) -> None:
         self._loader_sampler = sampler
+
+
+class _Undrawn:
+    """A loader whose generator is nobody else's, for torch's constructors to draw from."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 @dataclass
@@ -156,7 +176,9 @@ class CallerIterator(_Iterator):
             progress.warn_of_skipping()
             if self._is_seeded:
                 self._randomness = _randomness_of_caller(progress)
-            with self._randomness:
+            # What is read again draws again, and has done so before.
+            kept = generators_kept() if self._was_drawn else _nothing
+            with kept, self._randomness:
                 self._reader = progress.open(
                     self._dataset,
                     0,

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import statistics
+import sys
 import threading
 import time
 
@@ -54,6 +55,85 @@ def test_a_restored_loader_goes_on_with_the_batches_that_were_left(name, num_wor
 def test_a_later_epoch_is_restored_too(name, workers):
     state, rest = interrupted_run(name, 2, num_epochs=2, **WORKERS[workers])
     assert restored_batches(name, state, **WORKERS[workers]) == rest
+
+
+def run_and_save(loader, num_batches):
+    """The state after so many batches of the second epoch, with torch's, and what comes then."""
+    batches(loader)
+    iterator = iter(loader)
+    if num_batches is None:  # All, and it has been said that it was all.
+        batches(iterator)
+    else:
+        take(iterator, num_batches)
+    states = saved(loader), torch.get_rng_state()
+    rest = batches(loader if num_batches is None else iterator)
+    return states, [rest, torch.rand(2).tolist(), batches(loader), batches(loader)]
+
+
+@pytest.mark.parametrize("num_batches", [0, 3, None])
+@all_ways
+def test_the_epochs_after_it_are_the_same_too_if_torchs_generator_is_restored(
+    name, workers, num_batches
+):
+    torch.manual_seed(5)
+    states, then = run_and_save(loader_of(name, **WORKERS[workers]), num_batches)
+    torch.manual_seed(6)
+    loader = loader_of(name, **WORKERS[workers])
+    loader.load_state_dict(states[0])
+    torch.set_rng_state(states[1])
+    found = [batches(loader), torch.rand(2).tolist(), batches(loader), batches(loader)]
+    assert found == then
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_epochs", [0, 1, 3])
+@pytest.mark.parametrize("name", ["shuffle", "weighted", "no batching"])
+def test_no_epoch_comes_again_if_torchs_generator_is_only_seeded_anew(
+    name, num_epochs, num_workers
+):
+    torch.manual_seed(5)
+    loader = loader_of(name, num_workers=num_workers)
+    epochs = [batches(loader) for _ in range(num_epochs)]
+    iterator = iter(loader)
+    begun = take(iterator, 2)
+    state = saved(loader)
+    torch.manual_seed(5)  # As the script does at its beginning.
+    loader = loader_of(name, num_workers=num_workers)
+    loader.load_state_dict(state)
+    epochs += [begun + batches(loader), batches(loader), batches(loader)]
+    assert len({str(epoch) for epoch in epochs}) == len(epochs)
+
+
+def test_going_on_does_not_touch_what_other_threads_draw_from_torchs_generator():
+    loader = loader_of("shuffle", num_workers=2)
+    take(iter(loader), 1)
+    state = saved(loader)
+    loader = loader_of("shuffle", num_workers=2)
+    loader.load_state_dict(state)
+    drawn = []
+
+    before = torch.get_rng_state()
+
+    def trace(frame, event, _):
+        if frame.f_code is torch.utils.data.dataloader._BaseDataLoaderIter.__init__.__code__:
+
+            def in_constructor(frame, event, _):
+                if event == "return":
+                    drawn.extend(torch.rand(4).tolist())
+                return in_constructor
+
+            return in_constructor
+        return None
+
+    threading_trace = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        iter(loader)
+    finally:
+        sys.settrace(threading_trace)
+    drawn += torch.rand(4).tolist()
+    torch.set_rng_state(before)
+    assert drawn == torch.rand(8).tolist()
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (1, 5)])

@@ -119,7 +119,7 @@ class HeldInProcess(Indices):
 
 def test_a_wait_for_a_worker_process_that_timed_out_has_delivered_nothing():
     dataset = HeldInProcess()
-    loader = DataLoader(dataset, timeout=0.05, **PROCESSES)
+    loader = DataLoader(dataset, timeout=0.05, multiprocessing_context="fork", **PROCESSES)
     iterator, state = times_out(loader, dataset)
     assert patiently(iterator) == [[0], [1], [2], [3]]
     loader.load_state_dict(state)

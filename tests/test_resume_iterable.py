@@ -383,6 +383,28 @@ class ShuffleBuffer(IterableDataset):
         yield from samples
 
 
+@pytest.mark.parametrize("num_batches", [0, 2])
+@pytest.mark.parametrize(
+    "setting", [*SETTINGS, {"num_workers": 1, "worker_method": "multiprocessing"}]
+)
+@pytest.mark.parametrize("make", [OfIterator, shuffled_pipe, ShuffleBuffer])
+@pytest.mark.filterwarnings("ignore:.* read again")
+def test_going_on_draws_nothing_from_torchs_generator_that_had_been_drawn(
+    make, setting, num_batches
+):
+    with loader_of(make(), **setting) as loader:
+        list(loader)
+        iterator = iter(loader)
+        for _ in range(num_batches):
+            next(iterator)
+        state, generator_state = loader.state_dict(), torch.get_rng_state()
+        list(iterator)
+        drawn = torch.rand(2)
+    torch.set_rng_state(generator_state)
+    rest_of(state, loader_of(make(), **setting))
+    assert torch.equal(torch.rand(2), drawn)
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_what_is_read_again_draws_the_random_numbers_that_it_drew(num_workers):
     batches, states = epoch_of(loader_of(ShuffleBuffer(), num_workers=num_workers))

@@ -43,6 +43,8 @@ class Progress:
         self._dataset_state = dataset_state
         self._had_begun = had_begun
         """An iterator had been made for it before it was saved."""
+        self.first_draw: int | None = None
+        """In a restored one: what torch drew first in the run that was saved."""
         self.has_begun = False
         self.has_drawn = False
         """Its first indices have been drawn."""
@@ -56,6 +58,19 @@ class Progress:
     def deliver(self, number: int) -> None:
         """The batch of this draw, counted from 0, has been given to the training loop."""
         raise NotImplementedError
+
+    def was_drawn(self, loader: DataLoader[Any]) -> bool:
+        """Whether torch has drawn the seeds of this epoch before, and is to draw none now.
+
+        They had left the generator when the state was saved. Whoever saves that generator too, and
+        restores it, goes on with what the training loop and the next epoch would have drawn. A
+        generator that stands where it stood when the run began was not restored: with nothing
+        drawn from it, the epochs to come would be the first ones again.
+        """
+        next_draw = Foresight().seed(loader.generator)
+        if loader._first_draw is None:
+            loader._first_draw = next_draw
+        return self._had_begun and next_draw != loader._first_draw
 
     def take_base_seed(self, drawn: int) -> int:
         """The seed of the epoch's workers: the one that was drawn, unless another was saved."""
@@ -112,6 +127,10 @@ class Progress:
     def choose_epoch(self, epoch: int) -> None:
         """Be another epoch, if nothing has been drawn yet."""
         raise NotImplementedError
+
+    def _has_seeds(self, loader: DataLoader[Any]) -> bool:
+        """Whether torch has drawn the seeds, for this epoch or for workers that live on."""
+        return self._had_begun or self.has_begun or loader._iterator is not None
 
     def _seed_and_epoch(self, loader: DataLoader[Any]) -> dict[str, Any]:
         if loader.seed is not None:

@@ -32,13 +32,14 @@ class IterableProgress(Progress):
         next_worker: int = 0,
         num_batches: int = 0,
         is_restored: bool = False,
+        had_begun: bool = False,
         base_seed: int | None = None,
         epoch: int = 0,
         shared_seed: int | None = None,
         count: SampleCount | None = None,
         last_reader: Reader | None = None,
     ) -> None:
-        super().__init__(base_seed, epoch=epoch)
+        super().__init__(base_seed, epoch=epoch, had_begun=had_begun)
         self._last_reader = last_reader
         """The calling thread's in the epoch before this one, until it is asked where it ended."""
         self.count = count or SampleCount()
@@ -183,6 +184,8 @@ class IterableProgress(Progress):
             "dataset": "iterable",
             "worker_method": _worker_method(loader),
             "num_workers": self._num_workers,
+            "has_begun": self._has_seeds(loader),
+            "first_draw": loader._first_draw,
             "batch_size": loader.batch_size,
             "base_seed": self._base_seed,
             "epoch": self._epoch,
@@ -198,7 +201,8 @@ class IterableProgress(Progress):
     def following(self, loader: DataLoader[Any]) -> Progress:
         bookmarks = {}
         if loader._iterator is not None:  # Workers that live on keep their datasets.
-            bookmarks = self._final_bookmarks
+            # A copy: one that was left in mid-epoch may have workers that come to their end now.
+            bookmarks = self._final_bookmarks.copy()
         return IterableProgress(
             loader,
             {worker: bookmark | {"is_over": True} for worker, bookmark in bookmarks.items()},
@@ -243,6 +247,7 @@ class IterableProgress(Progress):
             next_worker=saved.integer("next_worker"),
             num_batches=saved.integer("num_batches"),
             is_restored=True,
+            had_begun=saved.flag("has_begun"),
             base_seed=saved.integer("base_seed"),
             epoch=saved.integer("epoch"),
             shared_seed=saved.integer("shared_seed") if is_datapipe else None,

@@ -170,6 +170,9 @@ class MapProgress(Progress):
         # The index too: several ranks may be at the same place, each of an order of its own.
         return self.base_seed, self._epoch, place, slot, number_of(index)
 
+    def was_drawn(self, loader: DataLoader[Any]) -> bool:
+        return super().was_drawn(loader) and not self._order.was_overruled()
+
     def _foresee(self, foresight: Foresight) -> None:
         self._order.foresee(foresight)
 
@@ -177,7 +180,11 @@ class MapProgress(Progress):
         if self._order.was_overruled():
             order = order_of(self._draw.sampler)
             return MapProgress(
-                self._draw, order, base_seed=self._base_seed, epoch=self._epoch
+                self._draw,
+                order,
+                base_seed=self._base_seed,
+                epoch=self._epoch,
+                had_begun=self.has_begun,
             ).state_dict(loader)
         first = self._order.first_place
         done = Ranges(
@@ -189,7 +196,8 @@ class MapProgress(Progress):
             "spdl_torch": FORMAT,
             "dataset": "map",
             "length": _length_of(loader.dataset),
-            "has_begun": self._had_begun or self.has_begun,
+            "has_begun": self._has_seeds(loader),
+            "first_draw": loader._first_draw,
             "base_seed": self._base_seed,
             "epoch": self._epoch,
             "unit": self._draw.unit,

@@ -47,6 +47,8 @@ def restored_progress(loader: DataLoader[Any], state: Any) -> Progress:
             f"state_dict is that of {_NAMES.get(kind, kind)}, but this DataLoader has "
             f"{_NAMES['iterable' if is_iterable else 'map']}."
         )
-    if is_iterable:
-        return IterableProgress.restored(loader, saved)
-    return MapProgress.restored(loader, saved)
+    first_draw = saved.optional_integer("first_draw")
+    restored = IterableProgress.restored if is_iterable else MapProgress.restored
+    progress = restored(loader, saved)
+    progress.first_draw = first_draw
+    return progress

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from .._ranges import Ranges
-from ._order import Foresight, Order, left_of
+from ._order import Foresight, Order, generator_kept, left_of
 from ._saved import Saved, is_stateful, state_of
 
 __all__ = ["ReplayedOrder"]
@@ -94,13 +94,17 @@ class ReplayedOrder(Order):
         if "sampler" in mark:
             self._sampler.load_state_dict(mark.anything("sampler"))
         if not is_over and not mark.flag("has_ended"):
-            iterator: Any = iter(self._sampler)
-            if "iterator" in mark:
-                iterator.load_state_dict(mark.anything("iterator"))
+            if "iterator" not in mark:
+                return iter(self._sampler)
+            with generator_kept(torch.default_generator):  # It has drawn before it was saved.
+                iterator: Any = iter(self._sampler)
+            iterator.load_state_dict(mark.anything("iterator"))
             return iter(iterator)
         # The sampler may be still at the end of its epoch, or have gone back to the beginning by
         # itself. Asked for an index, one at the end goes back too; the other must not have been.
-        if "sampler" in mark and list(islice(self._sampler, 1)):
+        with generator_kept(torch.default_generator):
+            has_index = "sampler" in mark and list(islice(self._sampler, 1))
+        if has_index:
             self._sampler.load_state_dict(mark.anything("sampler"))
         return iter(self._sampler) if is_over else iter(())
 

@@ -87,7 +87,7 @@ def main() -> None:
             n_workers=2,
             threads_per_worker=1,
             host="127.0.0.1",
-            dashboard_address=None,
+            dashboard_address=":0",
             silence_logs=logging.CRITICAL,  # A death is no news here.
         ) as cluster,
         Client(cluster) as client,

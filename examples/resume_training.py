@@ -114,6 +114,7 @@ def main() -> None:
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
     try:
         train(options, device)
+        dist.barrier()  # Nobody leaves while rank 0 saves: torchrun ends all when one has failed.
     finally:
         dist.destroy_process_group()
 

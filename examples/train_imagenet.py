@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,20 +44,20 @@ from spdl_torch import (
 def make_images(root: Path, num_train: int = 240, num_val: int = 48) -> None:
     """Red stripes, green rings and blue checks, more or less, as large as ImageNet's images are."""
     rng = np.random.default_rng(0)
-    rows, columns = np.mgrid[0:375, 0:500].astype(np.float32)
+    rows, columns = np.ogrid[0:375, 0:500]
     for part, number in (("train", num_train), ("val", num_val)):
         for index in range(number):
-            width, (y, x) = rng.uniform(20, 50), rng.uniform(100, 300, 2)
-            patterns = {
-                "stripes": np.sin(columns / width * 3 + y),
-                "rings": np.sin(np.hypot(rows - y, columns - x) / width * 3),
-                "checks": np.sin(rows / width * 3) * np.sin(columns / width * 3),
-            }
-            channel = index % len(patterns)
-            name = list(patterns)[channel]
-            low, high = rng.integers(0, 160, (2, 1, 1, 3))
-            high[:, :, channel] = 255
-            pixels = low + (high - low) * (patterns[name][:, :, None] / 2 + 0.5)
+            frequency, (y, x) = rng.uniform(0.06, 0.15), rng.uniform(100, 300, 2)
+            match channel := index % 3:
+                case 0:
+                    name, pattern = "stripes", np.sin(columns * frequency + y) + 0 * rows
+                case 1:
+                    name, pattern = "rings", np.sin(np.hypot(rows - y, columns - x) * frequency)
+                case _:
+                    name, pattern = "checks", np.sin(rows * frequency) * np.sin(columns * frequency)
+            low, high = rng.integers(0, 160, (2, 3))
+            high[channel] = 255
+            pixels = low + (high - low) * (pattern[:, :, None] / 2 + 0.5)
             folder = root / part / name
             folder.mkdir(parents=True, exist_ok=True)
             PIL.Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.jpg")
@@ -70,6 +71,11 @@ class Data:
 
 
 def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> Data:
+    for part in ("train", "val"):
+        if not (root / part).is_dir():
+            sys.exit(
+                f"{root} has no {part}/. It needs train/ and val/, with a folder for each class."
+            )
     # Decoding, cropping and resizing in one go, in the worker threads; the rest is on the device.
     train = ImageFolder(
         str(root / "train"),
@@ -82,7 +88,7 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
         "device": device,
         "persistent_workers": True,
     }
-    return Data(
+    data = Data(
         # All ranks must have equally many batches. A damaged file is replaced, and on record.
         train=DataLoader(
             train,
@@ -96,6 +102,12 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
         val=DataLoader(val, sampler=DistributedDeterministicSampler(val, tail="keep"), **shared),
         num_classes=len(train.classes),
     )
+    if len(data.train) == 0:
+        sys.exit(
+            f"{len(train)} images make no batch of {options.batch_size} for each of "
+            f"{dist.get_world_size()} processes. Pass a smaller --batch-size."
+        )
+    return data
 
 
 def normalised(images: Tensor) -> Tensor:
@@ -118,9 +130,8 @@ class Trainer:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-4
         )
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-            self.optimizer, options.epochs * len(data.train)
-        )
+        # By epochs, not steps: of those there are more or fewer with another number of processes.
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp)
         self.epoch = 0
         if options.checkpoint is not None and options.checkpoint.exists():
@@ -130,23 +141,23 @@ class Trainer:
         self.parallel_model = DistributedDataParallel(self.model)
 
     def run(self) -> None:
+        if self.epoch == self.options.epochs and self.is_main:
+            print(f"all {self.epoch} epochs are done: {self.options.checkpoint}")
         while self.epoch < self.options.epochs:
             self.data.train.set_epoch(self.epoch)
-            loss, images_per_second = self.train_epoch()
+            report = self.train_epoch()
             accuracy = self.validate()
+            self.schedule.step()
             self.epoch += 1
             self.save()  # At the end of an epoch, the loader's state is that of the next one.
             if self.is_main:
-                print(
-                    f"epoch {self.epoch}: loss {loss:.3f}, {accuracy:.1%} correct, "
-                    f"{images_per_second:.0f} images/s"
-                )
-        if self.is_main:
+                print(f"epoch {self.epoch}: {report}, {accuracy:.1%} correct")
+        if self.is_main and self.data.train.stats().loop.num_batches > 0:
             print(self.data.train.stats().verdict)
             for bad in self.data.train.bad_samples:
                 print(f"replaced: {bad}")
 
-    def train_epoch(self) -> tuple[float, float]:
+    def train_epoch(self) -> str:
         self.parallel_model.train()
         losses: list[Tensor] = []
         started = time.perf_counter()
@@ -159,7 +170,7 @@ class Trainer:
         num_images = len(losses) * self.options.batch_size * dist.get_world_size()
         seconds = time.perf_counter() - started
         mean_loss = torch.stack(losses).mean().item() if losses else float("nan")
-        return mean_loss, num_images / seconds
+        return f"loss {mean_loss:.3f}, {num_images} images, {num_images / seconds:.0f} a second"
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=self.options.amp):
@@ -171,7 +182,6 @@ class Trainer:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.schedule.step()
         return loss.detach()
 
     @torch.inference_mode()
@@ -225,7 +235,8 @@ class Trainer:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, transient=True, disable=not self.is_main) as bar:
+        is_shown = self.is_main and sys.stdout.isatty()
+        with Progress(*columns, transient=True, disable=not is_shown) as bar:
             task = bar.add_task(description, total=total)
             yield lambda: bar.advance(task)
 
@@ -276,6 +287,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 make_images(Path(directory))  # Each process its own; they are the same.
                 Trainer(options, make_data(options, Path(directory), device), device).run()
+        dist.barrier()  # Nobody leaves while rank 0 saves: torchrun ends all when one has failed.
     finally:
         dist.destroy_process_group()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import importlib.util
 import inspect
+import io
+import multiprocessing
 import re
+import tarfile
 import textwrap
 from pathlib import Path
 
@@ -22,7 +25,17 @@ import spdl_torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FRAMEWORKS = ["accelerate", "distributed", "lightning", "obstore", "timm", "transformers"]
+FRAMEWORKS = [
+    "accelerate",
+    "distributed",
+    "lightning",
+    "obstore",
+    "timm",
+    "transformers",
+    "webdataset",
+]
+CLUSTER = 'Client("tcp://scheduler:8786")'
+CLUSTER_HERE = 'Client(processes=False, n_workers=1, dashboard_address=":0")'
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -58,6 +71,10 @@ class Texts(torch.utils.data.Dataset):
         return index
 
 
+def pool_of_threads(max_workers, mp_context=None):
+    return concurrent.futures.ThreadPoolExecutor(max_workers)
+
+
 def decode(raw):
     return torch.full((4,), float(len(raw)))
 
@@ -70,6 +87,26 @@ def train(batch=None):
     pass
 
 
+def write_shard(path):
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as shard:
+        for number in range(8):
+            header = tarfile.TarInfo(f"{number:04}.cls")
+            header.size = 1
+            shard.addfile(header, io.BytesIO(b"%d" % number))
+
+
+def replace_the_store(monkeypatch, paths):
+    """One in memory, in the place of one that is far away."""
+    import obstore.store  # noqa: PLC0415 (need not be there)
+
+    store = obstore.store.MemoryStore()
+    for path in paths:
+        store.put(path.name, path.read_bytes())
+    store.put("records.bin", bytes(10_000 * 512))
+    monkeypatch.setattr(obstore.store, "S3Store", lambda *_, **__: store)
+
+
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
     """Names that a reader has in mind."""
@@ -77,16 +114,20 @@ def setting(tmp_path, monkeypatch):
     # It wants the archives of the real one.
     monkeypatch.setattr(torchvision.datasets, "ImageNet", torchvision.datasets.ImageFolder)
     # Eight processes would take longer to start than all the rest.
-    monkeypatch.setattr(
-        concurrent.futures, "ProcessPoolExecutor", concurrent.futures.ThreadPoolExecutor
-    )
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", pool_of_threads)
     rng = np.random.default_rng(0)
+    (tmp_path / "photos").symlink_to("images")
     for number in range(4):
         folder = tmp_path / "images" / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 256, (60, 80, 3), np.uint8)
         PIL.Image.fromarray(pixels).save(folder / f"{number}.jpg")
     paths = sorted((tmp_path / "images").rglob("*.jpg"))
+    for number in range(4):
+        write_shard(tmp_path / "shards" / f"{number}.tar")
+    keys = [path.name for path in paths]
+    if importlib.util.find_spec("obstore") is not None:
+        replace_the_store(monkeypatch, paths)
     device = "cuda" if torch.cuda.is_available() else "meta"
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).to(device)
     photos = spdl_torch.StagedDataset.from_functions(paths, load=read, preprocess=decode)
@@ -102,9 +143,11 @@ def setting(tmp_path, monkeypatch):
         "dataset": dataset,
         "decode": decode,
         "image": torch.zeros(3, 8, 8),
+        "keys": keys,
         "loader": spdl_torch.DataLoader(dataset, batch_size=8, num_workers=2),
         "mask": torch.zeros(3, 8, 8),
         "model": model,
+        "multiprocessing": multiprocessing,
         "path": tmp_path / "checkpoint.pt",
         "paths": paths,
         "photos": photos,
@@ -123,6 +166,9 @@ def setting(tmp_path, monkeypatch):
     }
 
 
+# WebDataset leaves it to the garbage collector to close files.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
@@ -135,11 +181,13 @@ def test_the_code_of_a_page_runs(page, setting, capsys):
         if needs_what_is_missing(block):
             continue
         before = setting["loader"]
-        exec(compile(block, page.name, "exec"), setting)
+        exec(compile(block.replace(CLUSTER, CLUSTER_HERE), page.name, "exec"), setting)
         # A loader that could not give a batch would be no example.
         loader = setting["loader"]
         if loader is not before and "Pool" not in block:
             assert next(iter(loader)) is not None
+        if CLUSTER in block:
+            setting["client"].close()
 
 
 # -- what the pages say ---------------------------------------------------------------------------

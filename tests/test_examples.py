@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from . import torchrun
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -26,7 +29,7 @@ EXPECTED = {
     "tar_shards.py": r"112 samples before, 188 after\n300 different ones of 300\n",
     "tokenise_text.py": r"threads: .* 1053786 tokens\n.*\n2 processes: .*, 1053786 tokens\n",
     "train_from_s3.py": r"spdl_torch: (9\d|100)% .* [1-9]\d* retries\n.*\ntorch: (9\d|100)% ",
-    "train_imagenet.py": r"epoch 2: loss .*, (9\d|100)\.\d% correct, .*\n(.|\n)*-bound: ",
+    "train_imagenet.py": r"epoch 2: .*, 240 images, .*, (9\d|100)\.\d% correct\n(.|\n)*-bound: ",
     "train_on_device.py": r"epoch 2: loss 0\.1\n",
     "transformers_trainer.py": r"to step 80\naccuracy (0\.9\d|1\.00)\n",
 }
@@ -50,3 +53,47 @@ def test_an_example_runs(path):
     )
     assert (program.returncode, program.stderr) == (0, "")
     assert re.search(EXPECTED[path.name], program.stdout), program.stdout
+
+
+IMAGES_OF_AN_EPOCH = 240
+IMAGES_OF_A_STEP = 16
+"""On each process."""
+STEPS_BETWEEN_CHECKPOINTS = 3
+
+
+def train_imagenet(num_processes, checkpoint):
+    command = torchrun.command(num_processes)
+    command += [str(EXAMPLES / "train_imagenet.py"), "--epochs=1", "--size=32"]
+    command += [f"--checkpoint={checkpoint}"]
+    command += [f"--steps-between-checkpoints={STEPS_BETWEEN_CHECKPOINTS}"]
+    return subprocess.Popen(
+        command,
+        env=torchrun.ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def break_off_at_first_checkpoint(num_processes, checkpoint, before):
+    with train_imagenet(num_processes, checkpoint) as program:
+        while not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before:
+            assert program.poll() is None
+            time.sleep(0.01)
+        contents = checkpoint.read_bytes()
+        program.terminate()
+    checkpoint.write_bytes(contents)  # Whatever came between it and the signal.
+    return checkpoint.stat().st_mtime_ns
+
+
+@pytest.mark.timeout(300)
+def test_a_training_that_is_broken_off_goes_on_with_another_number_of_processes(tmp_path):
+    checkpoint = tmp_path / "last.pt"
+    time_written = break_off_at_first_checkpoint(2, checkpoint, before=None)
+    break_off_at_first_checkpoint(1, checkpoint, before=time_written)
+    with train_imagenet(2, checkpoint) as program:
+        output, _ = program.communicate()
+    assert torchrun.has_ended_well(program.returncode, output), output
+    rest = IMAGES_OF_AN_EPOCH - STEPS_BETWEEN_CHECKPOINTS * IMAGES_OF_A_STEP * (2 + 1)
+    assert output.count("epoch") == 1
+    assert f", {rest} images, " in output

@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from . import torchrun
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "resume_training.py"
 SIZE = 8001
@@ -37,12 +38,8 @@ class Run:
     def __init__(self, directory: Path, *, num_ranks: int, gated: bool, **options: Any) -> None:
         self.log, self.output = directory / "log", directory / "output.txt"
         self.log.mkdir(parents=True)
-        command = [sys.executable]
-        if num_ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-            command += [f"--nproc-per-node={num_ranks}"]
         options |= {"steps_between_checkpoints": STEPS_BETWEEN_CHECKPOINTS, "index_log": self.log}
-        command += [str(EXAMPLE)]
+        command = [*torchrun.command(num_ranks), str(EXAMPLE)]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         # In the place of rank 0's log there is a pipe that has room for one page. So rank 0, and
         # with it all who wait for it in backward(), can be but a few lines ahead of who reads it.
@@ -53,7 +50,7 @@ class Run:
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env=torchrun.ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -107,10 +104,14 @@ class Run:
             os.close(end)
         assert too_late == []
 
-    def wait(self, exit_code: int) -> None:
+    def wait(self, exit_code: int = 0) -> None:
+        """Wait for its end: as it should be, or for another reason."""
         found = self._process.wait(TIMEOUT_SECONDS)
         self.left_behind = set(self.processes())
-        assert found == exit_code, self.output.read_text()
+        output = self.output.read_text()
+        assert found == exit_code or (exit_code == 0 and torchrun.has_ended_well(found, output)), (
+            output
+        )
         self.checkpoint = torch.load(self.checkpoint_path)
         for path in self.log.glob("*.jsonl"):
             if path.is_file():
@@ -186,8 +187,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         alone = start(
             "alone", num_ranks=1, gated=False, batch_size=128, epochs=1, checkpoint=for_alone
         )
-        two_again.wait(exit_code=0)
-        alone.wait(exit_code=0)
+        two_again.wait()
+        alone.wait()
         yield Runs(two, three, two_again, alone, first_checkpoint)
 
 
@@ -235,6 +236,27 @@ def test_the_model_and_the_optimizer_go_on_too(runs):
 
 def test_a_checkpoint_is_replaced_and_not_written_over(runs):
     assert torch.load(runs.first_checkpoint)["step"] == runs.two.checkpoint["step"]
+
+
+def test_a_thread_of_ours_that_the_exit_leaves_is_told_from_those_of_gloo():
+    program = (
+        "import threading, time\n"
+        "sleep = threading.Thread(target=time.sleep, args=[60], name='spdl_torch-x', daemon=True)\n"
+        "sleep.start()\n"
+        "print('terminate called without an active exception')\n"
+    )
+    ended = [
+        subprocess.run(
+            [*torchrun.command(1), "-c", program.replace("spdl_torch-x", name)],
+            env=torchrun.ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        for name in ("spdl_torch-x", "another")
+    ]
+    assert [torchrun.has_ended_well(1, each.stdout) for each in ended] == [False, True]
 
 
 def test_no_process_is_left_behind(runs):

@@ -7,9 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+from tests import torchrun
 
 TIMEOUT_SECONDS = 200
 """Of a program on two processes: torch and a framework take long to import, on busy cores."""
@@ -20,14 +23,8 @@ def run_on_two_processes(program: str, directory: Path) -> list[dict[str, Any]]:
 
     The processes write `rank-0.json` and `rank-1.json`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--local-addr=127.0.0.1", program, str(directory)]
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent.parent.parent),  # Where the tests are found.
-        "PYTHONWARNINGS": "ignore",
-    }
+    command = [*torchrun.command(2), program, str(directory)]
+    environment = torchrun.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     output = directory / "output.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -43,7 +40,8 @@ def run_on_two_processes(program: str, directory: Path) -> list[dict[str, Any]]:
     finally:
         _end(directory)
         process.wait()
-    assert exit_code == 0, output.read_text()
+    text = output.read_text()
+    assert torchrun.has_ended_well(exit_code, text), text
     return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -57,3 +55,5 @@ def _end(directory: Path) -> None:
 
 def write_result(directory: Path, rank: int, result: dict[str, Any]) -> None:
     (directory / f"rank-{rank}.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()  # Whoever fails at the end must not be the end of the others.

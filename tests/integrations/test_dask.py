@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
+import threading
+import time
+from unittest import mock
 
 import pytest
 import torch
 
 from spdl_torch import DataLoader, StagedDataset
+from tests.datasets import Circle
 
 distributed = pytest.importorskip("distributed")
 
@@ -20,11 +25,12 @@ TIMEOUT_SECONDS = 60
 def client():
     """Of a scheduler and two worker processes."""
     with (
+        mock.patch.dict(os.environ),  # Dask leaves there what its workers are to have.
         distributed.LocalCluster(
             n_workers=2,
             threads_per_worker=1,
             host="127.0.0.1",
-            dashboard_address=None,
+            dashboard_address=":0",
             silence_logs=logging.CRITICAL,
         ) as cluster,
         distributed.Client(cluster) as client,
@@ -97,6 +103,94 @@ def test_the_statistics_count_what_the_cluster_has_done(client):
     assert (preprocess.workers, preprocess.width, preprocess.num_samples) == ("executor", None, 120)
     assert preprocess.num_in_flight == 0
     assert preprocess.busy_seconds > 0
+    assert "None" not in str(stats.verdict)
+
+
+# -- loops that are left --------------------------------------------------------------------------
+
+
+class Slow(Numbers):
+    """What is behind the first batch is loaded when it is let go, and takes the cluster seconds."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.may_go = threading.Event()
+
+    def load(self, index):
+        # Not sooner: tasks that come back for the dataset stand behind all others in the queue, and
+        # if they are those of the first batch, nothing would be left when it has come.
+        if index >= 4:
+            assert self.may_go.wait(TIMEOUT_SECONDS)
+        return index
+
+    def preprocess(self, raw):
+        if raw >= 4:
+            time.sleep(0.5)
+        return raw
+
+    def __reduce__(self):
+        return Slow, (self.size,)
+
+
+def left_iterator(client, dataset=None):
+    """Has given its first batch; tasks of the others are under way."""
+    dataset = dataset or Slow(40)
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        num_workers=2,
+        preprocess_executor=client.get_executor(pure=False),
+        timeout=TIMEOUT_SECONDS,
+    )
+    iterator = iter(loader)
+    next(iterator)
+    dataset.may_go.set()
+    started = time.monotonic()
+    while not client.run_on_scheduler(tasks_at):  # They are on their way.
+        assert time.monotonic() - started < TIMEOUT_SECONDS
+        time.sleep(0.01)
+    return iterator
+
+
+def tasks_at(dask_scheduler):
+    return [task.state for task in dask_scheduler.tasks.values()]
+
+
+def seconds_until_no_task_is_left(client):
+    started = time.monotonic()
+    while client.run_on_scheduler(tasks_at):
+        assert time.monotonic() - started < TIMEOUT_SECONDS
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+@pytest.fixture
+def no_collection():
+    """Garbage is collected where the test says so."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def collect_in_the_thread_of(client):
+    """The seconds that it takes."""
+    seconds = []
+    has_ended = threading.Event()
+
+    def collect():
+        started = time.monotonic()
+        gc.collect()
+        seconds.append(time.monotonic() - started)
+        has_ended.set()
+
+    client.loop.add_callback(collect)
+    assert has_ended.wait(TIMEOUT_SECONDS)
+    return seconds[0]
+
+
+def own_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("spdl_torch")]
 
 
 def test_a_loop_that_is_left_leaves_the_cluster_usable(client):
@@ -104,6 +198,102 @@ def test_a_loop_that_is_left_leaves_the_cluster_usable(client):
     for _ in loader:
         break
     assert sum(len(indices) for indices, _, _ in loader) == 120
+
+
+def test_a_loop_that_is_left_takes_its_tasks_back(client):
+    iterator = left_iterator(client)
+    started = time.monotonic()
+    del iterator
+    assert time.monotonic() - started < 2
+    assert seconds_until_no_task_is_left(client) < 2
+
+
+def test_an_iterator_that_the_clients_own_thread_collects_takes_its_tasks_back(
+    client, no_collection, recwarn
+):
+    """There Dask gives a coroutine that nobody awaits, instead of taking a task back."""
+    Circle(left_iterator(client))
+    assert collect_in_the_thread_of(client) < 2
+    assert seconds_until_no_task_is_left(client) < 2
+    gc.collect()  # A coroutine warns when it goes.
+    assert [str(warning.message) for warning in recwarn] == []
+    for thread in own_threads():
+        thread.join()
+
+
+class Needs(Slow):
+    """Its load waits for what the client's thread is going to do."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.is_waiting = threading.Event()
+        self.event = threading.Event()
+
+    def load(self, index):
+        if index == 15:  # Of the last batch that is loaded ahead.
+            self.is_waiting.set()
+            assert self.event.wait(TIMEOUT_SECONDS)
+        return super().load(index)
+
+
+def test_a_client_whose_thread_collects_an_iterator_does_not_wait_for_its_workers(
+    client, no_collection, recwarn
+):
+    """They may wait for it: `submit` takes a lock that the client's thread takes too."""
+    dataset = Needs(40)
+    Circle(left_iterator(client, dataset))
+    assert dataset.is_waiting.wait(TIMEOUT_SECONDS)
+    seconds = collect_in_the_thread_of(client)
+    dataset.event.set()
+    assert seconds < 2
+    for thread in own_threads():
+        thread.join()
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+class Collects:
+    """The `submit` that sends it collects garbage, when the client's thread waits for its lock."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def __reduce__(self):
+        # A result that is done with is dropped by the client's thread, under the lock that this
+        # thread has. So what it is asked for after that has to wait.
+        future = self.client.submit(int)
+        del future
+        gc.collect()
+        return int, ()
+
+
+class SendsOneThatCollects(Numbers):
+    def __init__(self, size, client):
+        super().__init__(size)
+        self.client = client
+
+    def load(self, index):
+        # It is not loaded ahead of the first batch.
+        return Collects(self.client) if index == 20 else index
+
+    def preprocess(self, raw):
+        return raw
+
+    def __reduce__(self):
+        return SendsOneThatCollects, (self.size, None)
+
+
+def test_an_iterator_may_be_collected_while_another_one_submits(client, no_collection):
+    loader = DataLoader(
+        SendsOneThatCollects(40, client),
+        batch_size=4,
+        num_workers=2,
+        preprocess_executor=client.get_executor(pure=False),
+        timeout=20,
+    )
+    iterator = iter(loader)
+    next(iterator)
+    Circle(left_iterator(client))
+    assert len(list(iterator)) == 9
 
 
 class Fails(Numbers):

@@ -27,6 +27,8 @@ from obstore.store import S3Store  # noqa: E402
 LATENCY_SECONDS = 0.03
 NUM_OBJECTS = 300
 NUM_REQUESTS = 64
+RECORD_BYTES = 512
+NUM_RECORDS = 256
 START_SECONDS = 60
 
 
@@ -136,6 +138,8 @@ def create_bucket(port, deadline):
 async def fill(store):
     numbers = range(NUM_OBJECTS)
     await asyncio.gather(*(store.put_async(f"{n:04}", content_of(n)) for n in numbers))
+    records = b"".join(bytes([number]) * RECORD_BYTES for number in range(NUM_RECORDS))
+    await store.put_async("records", records)
 
 
 @pytest.fixture
@@ -181,6 +185,26 @@ class ObjectsByBatch(Objects):
         return await asyncio.gather(*(self.load(index) for index in indices))
 
 
+class Records(StagedDataset):
+    """The records of one object, those of a batch in one call."""
+
+    def __init__(self, store, size):
+        self.store, self.size = store, size
+
+    def __len__(self):
+        return self.size
+
+    async def load_many(self, indices):
+        return await self.store.get_ranges_async(
+            "records",
+            starts=[index * RECORD_BYTES for index in indices],
+            lengths=[RECORD_BYTES] * len(indices),
+        )
+
+    def preprocess(self, raw):
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
 def loader_of(dataset, **arguments):
     return DataLoader(dataset, batch_size=16, shuffle=True, num_workers=2, **arguments)
 
@@ -224,6 +248,15 @@ def test_a_batch_may_be_fetched_in_one_call(network):
     loader = loader_of(ObjectsByBatch(store_at(network.port), 64), num_io_workers=4)
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(64))
     assert network.max_in_flight > 16
+
+
+def test_near_records_of_a_batch_come_in_one_request(network):
+    network.count_anew(has_faults=False)
+    loader = loader_of(Records(store_at(network.port), NUM_RECORDS), num_io_workers=4)
+    records = torch.cat(list(loader))
+    assert (records == records[:, :1]).all()  # Each is whole, and of one kind.
+    assert sorted(records[:, 0].tolist()) == list(range(NUM_RECORDS))
+    assert network.num_requests == len(loader) == NUM_RECORDS / 16
 
 
 def test_an_object_that_is_not_there_is_an_error_at_once(network):

@@ -96,7 +96,7 @@ def test_a_model_of_timm_trains_with_mixup_and_augmentation(timm, photos):
         timm,
         photos,
         is_training=True,
-        auto_augment="rand-m9-mstd0.5-inc1",
+        auto_augment="rand-m9-inc1",
         re_prob=0.25,
         collate_fn=mixup,
     )

@@ -689,13 +689,17 @@ def print_section(
     figures: dict[str, list[float]],
     differences: dict[str, Difference],
     console: Console,
+    *,
+    with_targets: bool,
 ) -> None:
     table = Table(title=section.name, title_justify="left", pad_edge=False)
     table.add_column("contender", no_wrap=True)
     # Narrow heads: all rows are to fit into 80 columns.
-    for head in [f"{section.unit},\nmedian", "lowest\nto highest", f"{OURS}\n/ it", "target"]:
+    heads = [f"{section.unit},\nmedian", "lowest\nto highest", f"{OURS}\n/ it"]
+    heads += ["off PIL by\nmean, worst"]
+    heads += ["target"] if with_targets else []
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("off PIL by\nmean, worst", justify="right", no_wrap=True)
     ratios = {ratio.denominator: ratio for ratio in section.ratios}
     for contender in section.contenders:
         values = figures.get(contender.name)
@@ -709,8 +713,8 @@ def print_section(
             format_figure(statistics.median(values)),
             f"{format_figure(min(values))}–{format_figure(max(values))}",
             f"{statistics.median(ratio.values(figures)):.3g}" if ratio else "",
-            describe_target(ratio, figures) if ratio else "",
             f"{difference.mean:.2f}, {difference.worst:.1f}" if difference else "",
+            *([describe_target(ratio, figures)] if with_targets and ratio else []),
         )
     console.print(table)
     if section.note:
@@ -814,7 +818,7 @@ def main(arguments: Sequence[str]) -> int:
         for section in make_sections(options.only, folder, temporary, options.workers, console):
             differences = measure_differences(section, console)
             figures = measure_section(section, options.rounds, console)
-            print_section(section, figures, differences, console)
+            print_section(section, figures, differences, console, with_targets=options.check)
             as_json = {name: asdict(difference) for name, difference in differences.items()}
             results.append({**section_as_json(section, figures), "differences": as_json})
             unmet += unmet_targets(section, figures, differences)

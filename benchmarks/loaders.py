@@ -791,7 +791,13 @@ def make_image(random: np.random.Generator) -> Image.Image:
 # ---------------------------------------------------------------------------------------------
 
 
-def print_section(section: Section, figures: dict[str, list[float]], console: Console) -> None:
+def print_section(
+    section: Section,
+    figures: dict[str, list[float]],
+    console: Console,
+    *,
+    with_targets: bool,
+) -> None:
     table = Table(title=section.name, title_justify="left")
     table.add_column("contender")
     table.add_column(f"median, {section.unit}", justify="right")
@@ -808,12 +814,14 @@ def print_section(section: Section, figures: dict[str, list[float]], console: Co
     ratios = Table()
     ratios.add_column("ratio")
     ratios.add_column("median", justify="right")
-    ratios.add_column("target", justify="right")
-    ratios.add_column("")
+    if with_targets:
+        ratios.add_column("target", justify="right")
+        ratios.add_column("")
     for ratio in section.ratios:
         ratio_values = ratio.values(figures)
         median = f"{statistics.median(ratio_values):.3g}" if ratio_values else "not measured"
-        ratios.add_row(ratio.name, median, ratio.target, describe_reached(ratio.reached(figures)))
+        reached = describe_reached(ratio.reached(figures))
+        ratios.add_row(ratio.name, median, *([ratio.target, reached] if with_targets else []))
     console.print(ratios)
 
 
@@ -943,7 +951,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in options.only:
             section = make_section(name, folder)
             figures = measure_section(section, options.rounds, console)
-            print_section(section, figures, console)
+            print_section(section, figures, console, with_targets=options.check)
             results.append(section_as_json(section, figures))
             all_reached &= all(ratio.reached(figures) is not False for ratio in section.ratios)
     if options.json is not None:

@@ -766,7 +766,7 @@ def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
 # -- the interpreter's exit ------------------------------------------------------------------------
 
 EXIT_SERVER = """
-import asyncio, json, multiprocessing, os, signal, sys, tempfile, threading, time
+import asyncio, atexit, json, multiprocessing, os, signal, sys, tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import torch
 from torch.utils.data import IterableDataset
@@ -833,7 +833,18 @@ def consume(iterator):
         pass  # Closed.
 
 def in_background(iterator):
-    threading.Thread(target=consume, args=[iterator], daemon=True).start()
+    thread = threading.Thread(target=consume, args=[iterator], daemon=True)
+    thread.start()
+    return thread
+
+all_others_are_made = threading.Barrier(4)
+class Lists(Data):
+    # The first is not made before the exit, the three behind it are.
+    def preprocess(self, raw):
+        if raw == 0: is_stuck.wait()
+        lists = [torch.zeros(3) for _ in range(10000)]
+        if raw in (1, 2, 3): all_others_are_made.wait()
+        return lists
 
 program = None
 for line in sys.stdin:
@@ -908,6 +919,21 @@ EXITS = {
     """,
     "a daemon thread iterates": """
         in_background(DataLoader(Endless(), num_workers=2))
+        has_begun.wait()
+    """,
+    # torch lets other threads run whenever a tensor goes.
+    "a daemon thread iterates over many tensors": """
+        in_background(DataLoader(Endless(), batch_size=20, collate_fn=list, num_workers=2))
+        has_begun.wait()
+    """,
+    "a daemon thread waits, with many tensors in flight": """
+        in_background(DataLoader(Lists(), batch_size=None, num_workers=4))
+        all_others_are_made.wait()
+        atexit.register(is_stuck.set)
+    """,
+    "a daemon thread iterates and is joined": """
+        atexit.register(lambda: thread.join())  # Called after what the first loader registers.
+        thread = in_background(DataLoader(Endless(), num_workers=2))
         has_begun.wait()
     """,
     "deadlocked, after a timeout": """

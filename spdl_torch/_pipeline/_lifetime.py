@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from ._signal import Signal
 from ._threads import is_ours, runnable_seconds
 
-__all__ = ["Lifetime", "WorkerGroup"]
+__all__ = ["Lifetime", "WorkerGroup", "sleep_through_exit"]
 
 _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
@@ -33,6 +33,11 @@ _EXIT_INTERVAL_SHARED_SECONDS: Final = 0.125
 """Of each interval, for all together: many that share the interpreter's lock take little each."""
 _EXIT_SHARED_SECONDS: Final = 30.0
 """How long that counts: many that sleep and look may take as much, and do so for ever."""
+
+_EXIT_SLEEP_SECONDS: Final = 5.0
+"""How long a consumer whose loader the exit has closed is not told of it."""
+
+_is_exiting = threading.Event()
 
 _live: weakref.WeakValueDictionary[int, Lifetime] = weakref.WeakValueDictionary()
 """Whose threads have been started, for the interpreter's exit."""
@@ -249,6 +254,7 @@ def _close_all() -> None:
 
     One that only sleeps or waits does no harm, and may do so for ever. Nobody is warned of it.
     """
+    _is_exiting.set()
     lifetimes = [lifetime for ref in _live.valuerefs() if (lifetime := ref()) is not None]
     for lifetime in lifetimes:
         lifetime._tell()
@@ -270,3 +276,15 @@ def _close_all() -> None:
         is_shared &= time.monotonic() < patience
         least = 0.0 if is_shared else _EXIT_INTERVAL_RUNNABLE_SECONDS
         computing = [thread for thread in seconds if seconds[thread] > least]
+
+
+def sleep_through_exit() -> None:
+    """Keep a daemon thread that iterates from going on while the interpreter goes.
+
+    Told that its iterator is closed, it would let go of batches, or do worse, and be in the middle
+    of torch's code when the interpreter is gone. Asleep it does no harm. Not for ever: there may be
+    somebody who joins it at the exit. And not a worker of ours, whom we join.
+    """
+    thread = threading.current_thread()
+    if _is_exiting.is_set() and thread is not threading.main_thread() and not is_ours(thread):
+        time.sleep(_EXIT_SLEEP_SECONDS)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
-from ._lifetime import Lifetime, WorkerGroup
+from ._lifetime import Lifetime, WorkerGroup, sleep_through_exit
 from ._measurement import Measurement
 from ._meter import Meter
 from ._record import Record
@@ -110,6 +110,8 @@ class Pipeline:
             self.measurement.consumer.get()  # Nothing; but it waits no longer.
             if isinstance(error, KeyboardInterrupt | NotInTime):
                 self.lifetime.be_patient(False)
+            if self.lifetime.is_closed:
+                sleep_through_exit()
             raise
         self.lifetime.be_patient(True)
         return record

@@ -766,7 +766,8 @@ def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
 # -- the interpreter's exit ------------------------------------------------------------------------
 
 EXIT_SERVER = """
-import asyncio, atexit, json, multiprocessing, os, signal, sys, tempfile, threading, time
+import asyncio, atexit, json, multiprocessing, os, random, signal, sys
+import tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import torch
 from torch.utils.data import IterableDataset
@@ -930,6 +931,15 @@ EXITS = {
         in_background(DataLoader(Lists(), batch_size=None, num_workers=4))
         all_others_are_made.wait()
         atexit.register(is_stuck.set)
+    """,
+    "a daemon thread begins one epoch after the other": """
+        class Short(Data):
+            def __len__(self): return 2
+        def train():
+            while True: consume(DataLoader(Short(), num_workers=2))
+        threading.Thread(target=train, daemon=True).start()
+        has_begun.wait()
+        time.sleep(random.random() / 100)  # It is to be anywhere.
     """,
     "a daemon thread iterates and is joined": """
         atexit.register(lambda: thread.join())  # Called after what the first loader registers.

@@ -39,6 +39,9 @@ _EXIT_SLEEP_SECONDS: Final = 5.0
 
 _is_exiting = threading.Event()
 
+_consumers: weakref.WeakValueDictionary[int, threading.Thread] = weakref.WeakValueDictionary()
+"""Threads of the user's that have started some, by their ids; for the interpreter's exit too."""
+
 _live: weakref.WeakValueDictionary[int, Lifetime] = weakref.WeakValueDictionary()
 """Whose threads have been started, for the interpreter's exit."""
 
@@ -79,6 +82,7 @@ class Lifetime:
         self.signal: Signal | None = None
         """Of the epoch that runs now."""
         self.is_closed = False
+        self._is_starting = threading.Lock()
         self._has_ended = False
         self._grace_seconds = _GRACE_SECONDS
         self._companion: weakref.ref[_Companion] | None = None
@@ -99,9 +103,16 @@ class Lifetime:
     def start(self, seconds_apart: float) -> None:
         try:
             _close_all_at_exit()
+            consumer = threading.current_thread()
+            _consumers[id(consumer)] = consumer
+            # Then looked whether the exit has begun; it goes the other way round, so one of the two
+            # sees the other.
             _live[id(self)] = self
-            for group in self._groups:
-                group.start(seconds_apart)
+            if sleep_through_exit():
+                raise RuntimeError("no worker threads can be started: the interpreter exits.")
+            with self._is_starting:
+                for group in self._groups:
+                    group.start(seconds_apart)
             for group in self._groups:
                 group.wait_until_set_up()
         except BaseException:
@@ -260,31 +271,51 @@ def _close_all() -> None:
         lifetime._tell()
     deadline = time.monotonic() + _GRACE_SECONDS_AT_EXIT
     for lifetime in lifetimes:
+        # A thread that is started later would not be waited for.
+        if lifetime._is_starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            lifetime._is_starting.release()
         lifetime.close(max(0.0, deadline - time.monotonic()), warns=False)
-    # By their name: what a finaliser has closed and not waited for, or not long enough, may still
-    # be at work, and its lifetime is gone.
-    computing = [thread for thread in threading.enumerate() if is_ours(thread)]
+    asleep = {threading.current_thread()}
     patience = time.monotonic() + _EXIT_SHARED_SECONDS
-    while computing:
+    while computing := [thread for thread in _left_at_exit(deadline) if thread not in asleep]:
         before = {thread: runnable_seconds(thread) for thread in computing}
         # All have the same time to show it in: that one has ended says nothing of the others.
-        deadline = time.monotonic() + _EXIT_INTERVAL_SECONDS
+        until = time.monotonic() + _EXIT_INTERVAL_SECONDS
         for thread in computing:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():  # Or else it is just being started, or has ended.
+                thread.join(max(0.0, until - time.monotonic()))
         seconds = {t: runnable_seconds(t) - before[t] for t in computing if t.is_alive()}
         is_shared = sum(seconds.values()) > _EXIT_INTERVAL_SHARED_SECONDS
         is_shared &= time.monotonic() < patience
         least = 0.0 if is_shared else _EXIT_INTERVAL_RUNNABLE_SECONDS
-        computing = [thread for thread in seconds if seconds[thread] > least]
+        asleep.update(thread for thread in seconds if seconds[thread] <= least)
 
 
-def sleep_through_exit() -> None:
+def _left_at_exit(deadline_of_consumers: float) -> list[threading.Thread]:
+    """Threads that may be in the middle of torch's code.
+
+    Ours by their name: what a finaliser has closed and not waited for, or not long enough, may
+    still be at work, and its lifetime is gone. A consumer is about to fall asleep, but may have a
+    training step to finish, or a whole training.
+    """
+    consumers: list[threading.Thread | None] = []
+    if time.monotonic() < deadline_of_consumers:
+        consumers = [ref() for ref in _consumers.valuerefs()]
+    return [t for t in threading.enumerate() if is_ours(t) or t in consumers]
+
+
+def sleep_through_exit() -> bool:
     """Keep a daemon thread that iterates from going on while the interpreter goes.
 
     Told that its iterator is closed, it would let go of batches, or do worse, and be in the middle
     of torch's code when the interpreter is gone. Asleep it does no harm. Not for ever: there may be
     somebody who joins it at the exit. And not a worker of ours, whom we join.
+
+    Gives whether this is the exit, and in another thread than the one that exits.
     """
     thread = threading.current_thread()
-    if _is_exiting.is_set() and thread is not threading.main_thread() and not is_ours(thread):
+    if not _is_exiting.is_set() or thread is threading.main_thread():
+        return False
+    if not is_ours(thread):
         time.sleep(_EXIT_SLEEP_SECONDS)
+    return True

@@ -12,6 +12,10 @@ HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 """Without it, what a thread has made and another drops is freed when the first one runs again, or
 by the garbage collector."""
 
+# A shell has its background jobs ignore Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def own_thread_names() -> list[str]:
     """Our worker threads that are alive now."""

@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> object:
     if name not in {"ImageError", "ImageLoader"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

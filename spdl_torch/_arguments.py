@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -87,6 +88,13 @@ def check_arguments(
         raise ValueError(
             f"{of_map_style[0]} is for map-style datasets; an IterableDataset is loaded by "
             f"num_workers threads, each with its own iterator. Leave out {of_map_style[0]}."
+        )
+    if loader.num_io_workers is not None and hooks_of(dataset, batched=False).load is None:
+        warnings.warn(
+            f"num_io_workers={loader.num_io_workers} changes nothing: "
+            f"{type(dataset).__name__} has no load stage. Make it a StagedDataset, or raise "
+            "num_workers.",
+            stacklevel=3,
         )
     if loader.preprocess_executor is not None and not hasattr(loader.preprocess_executor, "submit"):
         raise TypeError(

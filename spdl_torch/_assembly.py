@@ -27,7 +27,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from ._collate import default_collate
 from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
-from ._errors import Remedies, substitutes
+from ._errors import Remedies, path_of, substitutes
 from ._marks import Marked, MarkedPlace, marked, profiler_runs
 from ._pipeline import (
     AsyncStage,
@@ -522,4 +522,5 @@ def _pipeline(
         capacity=capacity,
         in_order=loader.in_order,
         batched=loader._auto_collation,
+        locate=partial(path_of, loader.dataset),
     )

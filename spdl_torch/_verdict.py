@@ -19,6 +19,10 @@ _LITTLE_WAITING: Final = 0.05
 """A loop that waits for a smaller share of its time has little to gain."""
 _BUSY: Final = 0.5
 """A stage whose workers are busy for a smaller share of their time is not what others wait for."""
+_ONE_IS_BUSY: Final = 0.8
+"""The same for an executor that does not say how many workers it has: it may have only one."""
+_CHEAP_SECONDS: Final = 0.0005
+"""To make a batch in less than this costs no more than to hand it over."""
 _AT_WORK: Final = 0.5
 """Who uses a core, or waits for one, for a larger share of its busy time does CPU work."""
 _ASLEEP: Final = 0.33
@@ -39,7 +43,8 @@ class Verdict:
 
     kind: str
     """`training-bound`, `io-bound`, `cpu-bound`, `gil-bound`, `collate-bound`, `transfer-bound`,
-    `oversubscribed`, `window-bound`, `process-bound`, `unthreaded` or `unknown`."""
+    `oversubscribed`, `window-bound`, `overhead-bound`, `process-bound`, `unthreaded` or
+    `unknown`."""
     sentence: str
     advice: str
     stage: str | None = None
@@ -214,10 +219,29 @@ def _event_loop(stats: LoaderStats) -> Verdict | None:
     )
 
 
+def _overhead(stats: LoaderStats) -> Verdict | None:
+    busy_seconds = sum(stage.busy_seconds for stage in stats.stages) / stats.loop.num_batches
+    if busy_seconds >= _CHEAP_SECONDS:
+        return None
+    return Verdict(
+        "overhead-bound",
+        f"overhead-bound: {_waited(stats)} for batches that take {_duration(busy_seconds)} to "
+        "make: to hand them over takes as long.",
+        "Make larger batches, or set num_workers=0.",
+    )
+
+
 def _window(stats: LoaderStats) -> Verdict | None:
     busiest = _busiest(stats)
-    if busiest.utilisation >= _BUSY:
+    if busiest.utilisation >= (_ONE_IS_BUSY if busiest.stage.width is None else _BUSY):
         return None
+    if busiest.stage.workers == "executor":
+        return Verdict(
+            "window-bound",
+            f"window-bound: {_waited(stats)}, but only {busiest}: few batches may be in flight "
+            f"({stats.window}), or the samples take longer to the executor and back than there.",
+            "Raise buffer_size. If that does not help, preprocess in threads, without an executor.",
+        )
     return Verdict(
         "window-bound",
         f"window-bound: {_waited(stats)}, but only {busiest}: few batches may be in flight "
@@ -283,8 +307,8 @@ def _oversubscribed(stats: LoaderStats) -> Verdict | None:
         "oversubscribed",
         f"oversubscribed: {busiest} on {stats.num_cores} cores, {num_at_work:.1f} of them with a "
         "core or waiting for one.",
-        f"Set {_argument(busiest)}={num_of_use}: more than the cores have use for only get in "
-        "each other's way.",
+        f"Set {_argument(stats, busiest)}={num_of_use}: more than the cores have use for only get "
+        "in each other's way.",
         stage=busiest.stage.name,
     )
 
@@ -329,7 +353,7 @@ def _input(stats: LoaderStats) -> Verdict | None:
         f"io-bound: {busiest}, and they waited {_percent(1 - busiest.at_work_share)} of that"
         f"{_others(stats, busiest)}."
     )
-    advice = f"Raise {_argument(busiest)}"
+    advice = f"Raise {_argument(stats, busiest)}"
     if busiest.stage.width is not None:
         advice += f" (now {busiest.stage.width})"
     if stats.stage("load") is None and stats.stage("iterate") is None:
@@ -348,13 +372,13 @@ def _computing(stats: LoaderStats) -> Verdict:
         f"{_others(stats, busiest)}."
     )
     are_taken = busiest.num_cores_used > 0.7 * stats.num_cores  # By themselves.
-    if busiest.queued_seconds > busiest.cpu_seconds and not are_taken:
+    if busiest.queued_seconds > 0.5 * busiest.cpu_seconds and not are_taken:
         share = _percent(min(1.0, busiest.queued_seconds / busiest.busy_seconds))
         advice = f"They waited {share} of their time for a core: {_who_else(stats)}."
     elif width is None:
-        advice = f"Raise {_argument(busiest)}, up to the number of cores that it has."
+        advice = f"Raise {_argument(stats, busiest)}, up to the number of cores that it has."
     elif width < stats.num_cores:
-        advice = f"Raise {_argument(busiest)} to {stats.num_cores}, the number of cores."
+        advice = f"Raise {_argument(stats, busiest)} to {stats.num_cores}, the number of cores."
     elif busiest.stage.name == "load":
         advice = "Move what computes from load to preprocess; load is for what waits."
     else:
@@ -374,12 +398,13 @@ def _who_else(stats: LoaderStats) -> str:
     return "other programs use this machine"
 
 
-def _argument(crew: _Crew) -> str:
+def _argument(stats: LoaderStats, crew: _Crew) -> str:
     if crew.stage.workers == "executor":
         return "the number of the executor's workers"
     if crew.stage.name == "load":
         return "num_io_workers"
-    return "num_workers" if crew.stage.name == "iterate" else "num_cpu_workers"
+    # Where there are no others, few will have said so.
+    return "num_workers" if stats.stage("load") is None else "num_cpu_workers"
 
 
 _RULES: Final[Sequence[Callable[[LoaderStats], Verdict | None]]] = (
@@ -389,6 +414,7 @@ _RULES: Final[Sequence[Callable[[LoaderStats], Verdict | None]]] = (
     _caller,
     _processes,
     _event_loop,
+    _overhead,
     _window,
     _transfer,
     _collate,

@@ -12,7 +12,7 @@ import torch.utils.data
 
 from spdl_torch import DataLoader, ReplaceBadSamples
 
-from .datasets import Sharded, Squares
+from .datasets import Sharded, Squares, Staged
 
 
 def torch_error(dataset, arguments):
@@ -120,7 +120,7 @@ def test_every_argument_is_kept_under_its_name():
         "on_error": ReplaceBadSamples(max_count=2),
         "device": "cpu",
     }
-    loader = DataLoader(Squares(), **arguments)
+    loader = DataLoader(Staged(), **arguments)
     assert {name: getattr(loader, name) for name in arguments} == arguments
     # What Lightning does: the same loader again, from its public attributes.
     names = set(inspect.signature(DataLoader).parameters) - {"batch_sampler"}
@@ -164,3 +164,9 @@ def test_a_copy_of_a_loader_has_workers_of_its_own(clone):
 def test_an_iterator_cannot_be_pickled():
     with pytest.raises(NotImplementedError):
         pickle.dumps(iter(DataLoader(Squares(), num_workers=2)))
+
+
+def test_io_workers_that_would_have_nothing_to_do_are_a_warning():
+    with pytest.warns(UserWarning, match="num_io_workers=16 changes nothing: Squares has no load"):
+        DataLoader(Squares(), num_workers=2, num_io_workers=16)
+    DataLoader(Staged(), num_workers=2, num_io_workers=16)

@@ -11,6 +11,10 @@ import weakref
 import pytest
 import torch
 import torch.utils.data
+from PIL import Image
+from torch.utils.data import Subset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.functional import pil_to_tensor
 
 from spdl_torch import DataLoader, StagedDataset
 
@@ -58,6 +62,22 @@ def test_a_note_names_stage_index_and_batch():
         list(loader)
     assert caught.value.__notes__ == [
         "spdl_torch: raised in the preprocess stage for sample index 5 (batch 2)"
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_note_has_the_file_of_the_sample_where_the_dataset_tells(tmp_path, num_workers):
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    for name in "abc":
+        Image.new("RGB", (64, 64)).save(folder / f"{name}.jpg")
+    cut_off = folder / "b.jpg"
+    cut_off.write_bytes(cut_off.read_bytes()[:-100])
+    dataset = Subset(ImageFolder(tmp_path, transform=pil_to_tensor), [2, 1])
+    with pytest.raises(OSError, match=r"(?i)truncated") as caught:
+        list(DataLoader(dataset, batch_size=2, num_workers=num_workers))
+    assert caught.value.__notes__ == [
+        f"spdl_torch: raised in the preprocess stage for sample index 1 (batch 0), {cut_off}"
     ]
 
 
@@ -196,6 +216,12 @@ class FailsToIterate(Sharded):
 def test_an_error_in_iter_of_an_iterable_reaches_the_loop_once_for_each_worker():
     found = outcomes(iter(DataLoader(FailsToIterate(), num_workers=2)))
     assert [str(error) for error in found] == ["__iter__", "__iter__"]
+
+
+def test_the_note_of_an_iterable_dataset_names_no_indices_for_it_has_none():
+    with pytest.raises(LookupError) as caught:
+        list(DataLoader(FailsToIterate(4), batch_size=4, num_workers=1))
+    assert caught.value.__notes__ == ["spdl_torch: raised in the iterate stage for batch 0"]
 
 
 class FailsInTheMiddle(Sharded):

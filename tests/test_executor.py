@@ -6,6 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -119,6 +121,48 @@ def test_a_broken_pool_is_an_error_at_its_batch_and_not_a_hang():
                 errors += 1
         assert errors >= 25
         assert list(iterator) == []
+
+
+SCRIPT = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from spdl_torch import DataLoader
+
+class Dataset(list):
+    pass
+
+{guard}
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            if {hides_class}:
+                pool.submit(int).result()  # It has run the script.
+                Dataset = Late = type("Late", (list,), {{}})
+            list(DataLoader(Dataset([1, 2]), num_workers=1, preprocess_executor=pool))
+    except Exception as error:
+        if __name__ != "__main__": raise
+        print(type(error).__name__, *error.__notes__, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "hides_class", "expected"),
+    [
+        ("if True:", False, ("BrokenProcessPool", 'no `if __name__ == "__main__":` in the script')),
+        ('if __name__ == "__main__":', True, ("AttributeError", "Put it into a module of its own")),
+    ],
+)
+def test_a_pool_whose_processes_cannot_run_the_dataset_says_what_to_do(
+    tmp_path, guard, hides_class, expected
+):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(guard=guard, hides_class=hides_class))
+    program = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
+    error, origin, advice = program.stdout.splitlines()[:3]
+    assert error == expected[0]
+    assert origin.startswith("spdl_torch: raised in the preprocess stage for batch 0")
+    assert expected[1] in advice
 
 
 def test_an_executor_that_was_shut_down_is_an_error_and_not_a_hang():

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -315,7 +315,11 @@ class ExecutorStage:
                     self._submit(_Task(record, others), carries_hook=False)
                 return
             error = failure
-        note_origin(error, self._name, record, slot)
+        if offset is None:
+            note_origin(error, self._name, record, None)
+            _note_remedy(error)
+        else:
+            note_origin(error, self._name, record, slot)
         record.fail(slot or 0, error)
         if record.settle(len(slots)):
             self._collate_stage.collate(record)
@@ -329,6 +333,25 @@ class ExecutorStage:
         for task in tasks:
             if not task.record.is_abandoned:
                 self._submit(task, carries_hook=False)
+
+
+def _note_remedy(error: BaseException) -> None:
+    """Say in an executor's exception what it is mostly about."""
+    if isinstance(error, BrokenExecutor):
+        note = (
+            "spdl_torch: a worker of the executor has died. If it did so at once, it may have "
+            'found no `if __name__ == "__main__":` in the script: a process that is spawned runs '
+            "the script again, but for what stands behind that line."
+        )
+    elif isinstance(error, AttributeError | ImportError):
+        note = (
+            "spdl_torch: the executor's workers have to import the dataset's class. Put it into a "
+            "module of its own, which they can find."
+        )
+    else:
+        return
+    if note not in getattr(error, "__notes__", []):  # A pool has one exception for all its tasks.
+        error.add_note(note)
 
 
 def _run_hook(

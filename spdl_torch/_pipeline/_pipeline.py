@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ._lifetime import Lifetime, WorkerGroup, sleep_through_exit
 from ._measurement import Measurement
 from ._meter import Meter
-from ._record import Record
+from ._record import Locate, Record
 from ._sighting import Sighting
 from ._signal import Signal
 from ._window import FirstStage, LastStage, NotInTime, Window
@@ -45,6 +45,7 @@ class Pipeline:
         capacity: int,
         in_order: bool,
         batched: bool,
+        locate: Locate | None = None,
     ) -> None:
         self._first_stage = first_stage
         self._last_stage = last_stage
@@ -52,6 +53,7 @@ class Pipeline:
         self._capacity = capacity
         self._in_order = in_order
         self._batched = batched
+        self._locate = locate
         self._window: Window | None = None
         self._process_id = os.getpid()
         self.is_started = False
@@ -73,6 +75,7 @@ class Pipeline:
             capacity=self._capacity,
             in_order=self._in_order,
             batched=self._batched,
+            locate=self._locate,
         )
 
     def _measurement(self, signal: Signal) -> Measurement:

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 from ._signal import Signal
 
-__all__ = ["Record", "Shareable"]
+__all__ = ["Locate", "Record", "Shareable"]
+
+Locate = Callable[[Any, BaseException], str | None]
+"""Gives the file of a sample that has failed, if it is known: of its index and the error."""
 
 
 class Shareable(Protocol):
@@ -43,6 +46,7 @@ class Record:
         "indices",
         "is_exhausted",
         "is_finished",
+        "locate",
         "number",
         "originals",
         "shareable",
@@ -68,6 +72,7 @@ class Record:
         """Some indices that were drawn before, those of the latest batch first."""
         self.substitutes: dict[int, list[Any]] = {}
         """For a slot whose sample has failed: the indices that may still be tried instead."""
+        self.locate: Locate | None = None
         self.error: BaseException | None = None
         self.is_finished = False
         self.is_exhausted = False

@@ -496,9 +496,15 @@ def note_origin(error: BaseException, stage: str, record: Record, slot: int | No
     # An exception may refuse notes, an index may have no repr: the note is not worth an error.
     with contextlib.suppress(Exception):
         if slot is None:
-            where = f"batch {record.number} (sample indices {_shortened(record.indices)})"
+            where = f"batch {record.number}"
+            if any(index is not None for index in record.indices):  # Or else it has no sampler.
+                where = f"{where} (sample indices {_shortened(record.indices)})"
         else:
-            where = f"sample index {record.indices[slot]!r} (batch {record.number})"
+            index = record.indices[slot]
+            where = f"sample index {index!r} (batch {record.number})"
+            path = None if record.locate is None else record.locate(index, error)
+            if path is not None:
+                where = f"{where}, {path}"
         error.add_note(f"spdl_torch: raised in the {stage} stage for {where}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 from ._meter import ConsumerMeter
-from ._record import Record
+from ._record import Locate, Record
 from ._signal import Signal
 
 __all__ = ["NUM_BEFORE", "FirstStage", "NotInTime", "Window"]
@@ -71,6 +71,7 @@ class Window:
         capacity: int,
         in_order: bool,
         batched: bool,
+        locate: Locate | None = None,
     ) -> None:
         self._source = source
         self._first_stage = first_stage
@@ -78,6 +79,7 @@ class Window:
         self._capacity = capacity
         self._in_order = in_order
         self._batched = batched
+        self._locate = locate
         self._pending: deque[Record] = deque()
         self._unopened: list[Record] = []
         """The last of the pending records, which no worker has been told of."""
@@ -112,7 +114,7 @@ class Window:
             if self._signal.is_closed and not (self._source_has_ended and not self._pending):
                 raise RuntimeError(
                     "this iterator is closed and has no workers any more. "
-                    "Call iter(loader) for a new one."
+                    "Call iter(loader) for a new one, if the loader is not closed too."
                 )
             self._draw(self._capacity)
             if (position := self._find_finished()) is not None:
@@ -178,6 +180,7 @@ class Window:
                 if isinstance(drawn, list | Iterator):
                     drawn = indices
                 record = Record(self._num_drawn, drawn, indices, self._signal)
+                record.locate = self._locate
                 record.originals = indices[:]
                 record.before = self._last_indices
                 self._last_indices = [*indices, *record.before][:NUM_BEFORE]

@@ -341,7 +341,7 @@ def _calls_per_second(
         batch_size=8 if is_cheap else 1,
         sampler=SequentialSampler(range(1 << 40)),
         num_workers=width,
-        num_io_workers=width,
+        num_io_workers=width if isinstance(dataset, StagedDataset) else None,
         prefetch_factor=4,
         collate_fn=len,
         in_order=False,

@@ -70,7 +70,7 @@ def train(client: Client, *, kill_one: bool) -> None:
             print("killed a worker")
     seconds = time.perf_counter() - started
     print(f"{len(times_delivered)} samples, each {max(times_delivered.values())} time")
-    print(f"{len(process_ids)} workers or more, {len(dataset) / seconds:.0f} samples/s")
+    print(f"from {len(process_ids)} worker processes, {len(dataset) / seconds:.0f} samples/s")
     print(loader.stats().verdict)
 
 

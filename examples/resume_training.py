@@ -50,6 +50,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         optimizer.load_state_dict(checkpoint["optimizer"])
         loader.load_state_dict(checkpoint["loader"])
         first_epoch, step = checkpoint["epoch"], checkpoint["step"]
+        if rank == 0:
+            print(f"going on after step {step}")
     # Not before the checkpoint is read: this waits for all ranks, so that none of them goes on and
     # replaces the file while another has not read it yet.
     parallel_model = DistributedDataParallel(model)

@@ -224,6 +224,8 @@ class Trainer:
         for name, part in self.parts().items():
             part.load_state_dict(states[name])
         self.epoch = states["epoch"]
+        if self.is_main:
+            print(f"going on from {self.options.checkpoint}")
 
     # -- progress ---------------------------------------------------------------------------------
 

@@ -260,7 +260,8 @@ def test_two_processes_train_on_each_sample_once(ranks):
 def test_two_processes_go_on_from_a_checkpoint(ranks):
     for rank in ranks:
         assert rank["after"] == rank["batches"][3:]
-        assert rank["names"] == ["spdl_torch-preprocess-0", "spdl_torch-preprocess-1"]
+        assert rank["names"]
+        assert all(name.startswith("spdl_torch-preprocess-") for name in rank["names"])
         assert rank["processes"] == 1
 
 

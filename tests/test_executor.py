@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import (
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
 from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures.thread import BrokenThreadPool
 from pathlib import Path
 
 import pytest
@@ -19,6 +27,14 @@ import torch
 from spdl_torch import DataLoader, StagedDataset
 
 from .datasets import PATIENCE_SECONDS, InBulk, Squares, Staged, StagedAsync, StagedMany
+
+
+@pytest.fixture
+def no_logging():
+    """concurrent.futures logs what it has been told to raise."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +187,46 @@ def test_an_executor_that_was_shut_down_is_an_error_and_not_a_hang():
     loader = DataLoader(Squares(4), num_workers=2, preprocess_executor=executor)
     with pytest.raises(RuntimeError, match="after shutdown"):
         next(iter(loader))
+
+
+def fail():
+    raise LookupError("no")
+
+
+@pytest.mark.usefixtures("no_logging")
+def test_an_executor_that_breaks_with_its_lock_in_hand_is_an_error_and_not_a_hang():
+    with ThreadPoolExecutor(1, initializer=fail) as executor:
+        iterator = iter(
+            DataLoader(
+                Squares(4),
+                num_workers=1,
+                prefetch_factor=4,
+                preprocess_executor=executor,
+                timeout=PATIENCE_SECONDS,
+            )
+        )
+        for _ in range(4):
+            with pytest.raises(BrokenThreadPool):
+                next(iterator)
+
+
+def test_an_executor_that_is_shut_down_with_its_lock_in_hand_is_an_error_and_not_a_hang():
+    executor = ThreadPoolExecutor(1)
+    may_end = threading.Event()
+    executor.submit(may_end.wait)
+    loader = DataLoader(
+        Squares(4), num_workers=1, prefetch_factor=4, preprocess_executor=executor, timeout=0.2
+    )
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iterator)
+    executor.shutdown(wait=False, cancel_futures=True)
+    may_end.set()
+    with pytest.raises(CancelledError):
+        next(iterator)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            next(iterator)
 
 
 class Forgetful(Executor):

@@ -11,7 +11,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -96,11 +97,11 @@ class _Futures(set[Future[Any]]):
     def __init__(self) -> None:
         super().__init__()
         self._process_id = os.getpid()
-        self._cancellers: list[threading.Thread] = []
+        self._apart: list[threading.Thread] = []
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return self._cancellers.copy()
+        return self._apart.copy()
 
     def start(self, seconds_apart: float) -> None:
         pass
@@ -121,18 +122,22 @@ class _Futures(set[Future[Any]]):
         the thread of its client. A finaliser may run in that very thread, which would wait for
         itself, or in the middle of a `submit`, with a lock that it waits for.
         """
-        if not futures or os.getpid() != self._process_id:
-            return  # A forked child has copies of its parent's; the tasks are its parent's.
-        canceller = new_thread("cancel", _cancel, futures)
+        if futures and os.getpid() == self._process_id:
+            # A forked child has copies of its parent's; the tasks are its parent's.
+            self.run_apart(_cancel, futures)
+
+    def run_apart(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function that calls the executor, where nobody holds a lock of its."""
+        thread = new_thread("apart", function, *args)
         try:
-            canceller.start()
+            thread.start()
         except RuntimeError:  # The interpreter exits, and the executor with it.
             return
-        self._cancellers.append(canceller)
+        self._apart.append(thread)
         for ended in self.threads:
             if not ended.is_alive():
                 with contextlib.suppress(ValueError):  # Another thread was quicker.
-                    self._cancellers.remove(ended)
+                    self._apart.remove(ended)
 
 
 def _cancel(futures: set[Future[Any]]) -> None:
@@ -271,7 +276,11 @@ class ExecutorStage:
                 task.record.fail(task.slots[0], error)
                 task.record.finish()
                 task.record.signal.set()
-        if carried_hook:
+        if carried_hook and (future.cancelled() or future.exception() is not None):
+            # An executor that breaks or is shut down says so with a lock in its hands, which
+            # `submit` waits for.
+            self._futures.run_apart(self._release_held_back)
+        elif carried_hook:
             self._release_held_back()
 
     def _settle(self, task: _Task, future: Future[Any]) -> None:
@@ -337,7 +346,7 @@ class ExecutorStage:
 
 def _note_remedy(error: BaseException) -> None:
     """Say in an executor's exception what it is mostly about."""
-    if isinstance(error, BrokenExecutor):
+    if isinstance(error, BrokenProcessPool):
         note = (
             "spdl_torch: a worker of the executor has died. If it did so at once, it may have "
             'found no `if __name__ == "__main__":` in the script: a process that is spawned runs '

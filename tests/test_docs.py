@@ -173,6 +173,8 @@ def setting(tmp_path, monkeypatch):
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
 def test_the_code_of_a_page_runs(page, setting, capsys):
+    if page.name == "remote.md":
+        pytest.importorskip("obstore")  # Each of its blocks goes on from the first.
     if not torch.cuda.is_available():
         setting["batch"] = setting["batch"].to("meta")
     for block in blocks(page):

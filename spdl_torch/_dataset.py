@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import os
@@ -299,7 +300,10 @@ class _Token:
 
 def _close_in_process(runner: asyncio.Runner, process_id: int) -> None:
     if os.getpid() == process_id:
-        runner.close()
+        # To end a loop's threads it starts one more, which cannot be done at the exit from Python
+        # 3.12 on. They have ended by themselves then.
+        with contextlib.suppress(RuntimeError):
+            runner.close()
 
 
 _loop_of_thread = _LoopOfThread()

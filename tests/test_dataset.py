@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -303,3 +305,18 @@ def test_workers_of_all_stages_have_ids_and_seeds_of_their_own():
                 assert info.seed == base_seed.item() + info.id
                 assert info.dataset is loader.dataset
                 assert info.worker_method == "thread"
+
+
+def test_an_async_load_that_uses_threads_says_nothing_at_the_exit():
+    program = (
+        "import asyncio\n"
+        "from spdl_torch import StagedDataset\n"
+        "class Photos(StagedDataset):\n"
+        "    def __len__(self): return 2\n"
+        "    async def load(self, index): return await asyncio.to_thread(abs, -index)\n"
+        "assert Photos()[1] == 1\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

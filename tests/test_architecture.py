@@ -118,9 +118,9 @@ def test_streams_are_known_in_one_place():
 
 SHARED_BY_ALL_THREADS = {
     ("_pipeline/_executor_stage.py", "_hooks"): "each step is one atomic operation",
-    ("_pipeline/_lifetime.py", "_consumers"): "added to and read in one step each",
-    ("_pipeline/_lifetime.py", "_live"): "added to and read in one step each",
-    ("_pipeline/_lifetime.py", "_close_all_at_exit"): "done twice it does no harm",
+    ("_pipeline/_exit.py", "_consumers"): "added to and read in one step each",
+    ("_pipeline/_exit.py", "_live"): "added to and read in one step each",
+    ("_pipeline/_exit.py", "_register"): "done twice it does no harm",
     ("_transfer/_transfer.py", "_side_streams"): "of two that are made, the first is taken by both",
 }
 """What modules have that changes, and why that is right with any number of threads."""

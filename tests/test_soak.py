@@ -766,7 +766,7 @@ def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
 # -- the interpreter's exit ------------------------------------------------------------------------
 
 EXIT_SERVER = """
-import asyncio, atexit, json, multiprocessing, os, random, signal, sys
+import _thread, asyncio, atexit, json, multiprocessing, os, random, signal, sys
 import tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import torch
@@ -941,10 +941,50 @@ EXITS = {
         has_begun.wait()
         time.sleep(random.random() / 100)  # It is to be anywhere.
     """,
-    "a daemon thread iterates and is joined": """
-        atexit.register(lambda: thread.join())  # Called after what the first loader registers.
-        thread = in_background(DataLoader(Endless(), num_workers=2))
+    "a daemon thread goes on where the main thread has begun": """
+        iterator = iter(DataLoader(Busy(), batch_size=16, num_workers=2)); next(iterator)
+        def train():
+            for _ in iterator:
+                has_begun.set()
+                for _ in range(10): torch.rand(200, 200) @ torch.rand(200, 200)
+        threading.Thread(target=train, daemon=True).start()
         has_begun.wait()
+        time.sleep(random.random() / 10)
+    """,
+    "a thread iterates that threading knows nothing of": """
+        _thread.start_new_thread(consume, (DataLoader(Endless(), num_workers=2),))
+        has_begun.wait()
+    """,
+    "workers are started slowly": """
+        def compute(_):
+            is_computing.set()
+            end = time.monotonic() + 0.4
+            while time.monotonic() < end: torch.rand(300, 300) @ torch.rand(300, 300)
+        in_background(DataLoader(Data(), num_workers=16, worker_init_fn=compute))
+        is_computing.wait()
+    """,
+    "a daemon thread is joined that tries again and again": """
+        def try_again():
+            for _ in range(5): consume(DataLoader(Endless(), num_workers=2))
+        atexit.register(lambda: thread.join())  # Called after what the first loader registers.
+        thread = threading.Thread(target=try_again, daemon=True)
+        thread.start()
+        has_begun.wait()
+    """,
+    "a later exit handler has workers that have loaders of their own": """
+        def handle(): assert int(next(iter(DataLoader(Nested(), num_workers=1)))) == 10
+        if sys.version_info < (3, 12): atexit.register(handle)  # Or else nobody starts threads.
+        for _ in DataLoader(Data(), num_workers=2): break
+    """,
+    "a later exit handler forks": """
+        def fork():
+            if os.fork() == 0:
+                thread = threading.Thread(target=list, args=[DataLoader(Data(), num_workers=2)])
+                thread.start(); thread.join()
+                os._exit(0)
+            assert os.wait()[1] == 0
+        if sys.version_info < (3, 12): atexit.register(fork)
+        for _ in DataLoader(Data(), num_workers=2): break
     """,
     "deadlocked, after a timeout": """
         Deadlocked.lock.acquire()

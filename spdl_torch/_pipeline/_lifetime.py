@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import functools
 import threading
 import time
 import warnings
@@ -12,38 +10,18 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+from ._exit import close_at_exit, sleep_through_exit
 from ._signal import Signal
-from ._threads import is_ours, runnable_seconds
+from ._threads import is_ours
 
-__all__ = ["Lifetime", "WorkerGroup", "sleep_through_exit"]
+__all__ = ["Lifetime", "WorkerGroup"]
 
 _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
-_GRACE_SECONDS_AT_EXIT: Final = 1.0
 _GRACE_SECONDS_AFTER_INTERRUPT: Final = 0.25
 """Whoever presses Ctrl-C, or has waited in vain, will not wait for the same workers again."""
 _GRACE_SECONDS_WHERE_WE_ARE_AWAITED: Final = 0.25
 """In a thread that the workers may have to wait for, if it is not back in time."""
-
-_EXIT_INTERVAL_SECONDS: Final = 0.25
-_EXIT_INTERVAL_RUNNABLE_SECONDS: Final = 0.025
-"""Of each interval, for a thread to count as one that computes. One that sleeps and looks, and
-sleeps again, takes less."""
-_EXIT_INTERVAL_SHARED_SECONDS: Final = 0.125
-"""Of each interval, for all together: many that share the interpreter's lock take little each."""
-_EXIT_SHARED_SECONDS: Final = 30.0
-"""How long that counts: many that sleep and look may take as much, and do so for ever."""
-
-_EXIT_SLEEP_SECONDS: Final = 5.0
-"""How long a consumer whose loader the exit has closed is not told of it."""
-
-_is_exiting = threading.Event()
-
-_consumers: weakref.WeakValueDictionary[int, threading.Thread] = weakref.WeakValueDictionary()
-"""Threads of the user's that have started some, by their ids; for the interpreter's exit too."""
-
-_live: weakref.WeakValueDictionary[int, Lifetime] = weakref.WeakValueDictionary()
-"""Whose threads have been started, for the interpreter's exit."""
 
 
 class WorkerGroup(Protocol):
@@ -82,7 +60,7 @@ class Lifetime:
         self.signal: Signal | None = None
         """Of the epoch that runs now."""
         self.is_closed = False
-        self._is_starting = threading.Lock()
+        self.is_starting = threading.Lock()
         self._has_ended = False
         self._grace_seconds = _GRACE_SECONDS
         self._companion: weakref.ref[_Companion] | None = None
@@ -98,19 +76,14 @@ class Lifetime:
                 group.abandon()
         self.signal = signal
         if self.is_closed:  # By another thread, perhaps just now: its stops may be forgotten too.
-            self._tell()
+            self.tell()
 
     def start(self, seconds_apart: float) -> None:
         try:
-            _close_all_at_exit()
-            consumer = threading.current_thread()
-            _consumers[id(consumer)] = consumer
-            # Then looked whether the exit has begun; it goes the other way round, so one of the two
-            # sees the other.
-            _live[id(self)] = self
+            close_at_exit(self)
             if sleep_through_exit():
                 raise RuntimeError("no worker threads can be started: the interpreter exits.")
-            with self._is_starting:
+            with self.is_starting:
                 for group in self._groups:
                     group.start(seconds_apart)
             for group in self._groups:
@@ -132,7 +105,7 @@ class Lifetime:
         Close before join: a worker may be waiting for a task, and only closing wakes it.
         """
         if not self._has_ended:
-            self._tell()
+            self.tell()
             self._end(self._grace_seconds if grace_seconds is None else grace_seconds, warns=warns)
 
     def close_with(self, holder: Any) -> Any:
@@ -152,7 +125,7 @@ class Lifetime:
 
         Then they end by themselves.
         """
-        self._tell()  # First of all: nobody calls a finaliser again that a Ctrl-C has ended.
+        self.tell()  # First of all: nobody calls a finaliser again that a Ctrl-C has ended.
         if self._has_ended:
             return
         if not self._is_collected() and _may_wait():
@@ -161,7 +134,8 @@ class Lifetime:
             # Not `warnings.catch_warnings`: what it changes are the filters of all threads.
             self._end(_GRACE_SECONDS_WHERE_WE_ARE_AWAITED, warns=False)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Let the threads end, and start no more. Waits for nobody."""
         try:
             self._tell_all()
         except BaseException:  # Ctrl-C: whom it has kept from being told would sleep for ever.
@@ -244,78 +218,4 @@ def _has_event_loop() -> bool:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
-    return True
-
-
-# -- the exit of the interpreter ------------------------------------------------------------------
-
-
-@functools.cache
-def _close_all_at_exit() -> None:
-    """Have all threads ended before the interpreter is taken apart under its threads.
-
-    A thread that comes back from torch's code into a dead interpreter aborts the process. This is
-    registered with the first start and not on import: the later, the earlier it runs.
-    """
-    atexit.register(_close_all)
-
-
-def _close_all() -> None:
-    """Close, and wait for the threads that compute, however long it takes.
-
-    One that only sleeps or waits does no harm, and may do so for ever. Nobody is warned of it.
-    """
-    _is_exiting.set()
-    lifetimes = [lifetime for ref in _live.valuerefs() if (lifetime := ref()) is not None]
-    for lifetime in lifetimes:
-        lifetime._tell()
-    deadline = time.monotonic() + _GRACE_SECONDS_AT_EXIT
-    for lifetime in lifetimes:
-        # A thread that is started later would not be waited for.
-        if lifetime._is_starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            lifetime._is_starting.release()
-        lifetime.close(max(0.0, deadline - time.monotonic()), warns=False)
-    asleep = {threading.current_thread()}
-    patience = time.monotonic() + _EXIT_SHARED_SECONDS
-    while computing := [thread for thread in _left_at_exit(deadline) if thread not in asleep]:
-        before = {thread: runnable_seconds(thread) for thread in computing}
-        # All have the same time to show it in: that one has ended says nothing of the others.
-        until = time.monotonic() + _EXIT_INTERVAL_SECONDS
-        for thread in computing:
-            if thread.is_alive():  # Or else it is just being started, or has ended.
-                thread.join(max(0.0, until - time.monotonic()))
-        seconds = {t: runnable_seconds(t) - before[t] for t in computing if t.is_alive()}
-        is_shared = sum(seconds.values()) > _EXIT_INTERVAL_SHARED_SECONDS
-        is_shared &= time.monotonic() < patience
-        least = 0.0 if is_shared else _EXIT_INTERVAL_RUNNABLE_SECONDS
-        asleep.update(thread for thread in seconds if seconds[thread] <= least)
-
-
-def _left_at_exit(deadline_of_consumers: float) -> list[threading.Thread]:
-    """Threads that may be in the middle of torch's code.
-
-    Ours by their name: what a finaliser has closed and not waited for, or not long enough, may
-    still be at work, and its lifetime is gone. A consumer is about to fall asleep, but may have a
-    training step to finish, or a whole training.
-    """
-    consumers: list[threading.Thread | None] = []
-    if time.monotonic() < deadline_of_consumers:
-        consumers = [ref() for ref in _consumers.valuerefs()]
-    return [t for t in threading.enumerate() if is_ours(t) or t in consumers]
-
-
-def sleep_through_exit() -> bool:
-    """Keep a daemon thread that iterates from going on while the interpreter goes.
-
-    Told that its iterator is closed, it would let go of batches, or do worse, and be in the middle
-    of torch's code when the interpreter is gone. Asleep it does no harm. Not for ever: there may be
-    somebody who joins it at the exit. And not a worker of ours, whom we join.
-
-    Gives whether this is the exit, and in another thread than the one that exits.
-    """
-    thread = threading.current_thread()
-    if not _is_exiting.is_set() or thread is threading.main_thread():
-        return False
-    if not is_ours(thread):
-        time.sleep(_EXIT_SLEEP_SECONDS)
     return True

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
-from ._lifetime import Lifetime, WorkerGroup, sleep_through_exit
+from ._exit import note_consumer, sleep_through_exit
+from ._lifetime import Lifetime, WorkerGroup
 from ._measurement import Measurement
 from ._meter import Meter
 from ._record import Locate, Record
@@ -56,6 +57,8 @@ class Pipeline:
         self._locate = locate
         self._window: Window | None = None
         self._process_id = os.getpid()
+        self._consumer_id: int | None = None
+        """The thread that asked for a batch last."""
         self.is_started = False
         self.lifetime = Lifetime([group for stage in stages for group in stage.workers])
         for before, stage in pairwise(stages):
@@ -97,6 +100,7 @@ class Pipeline:
     def start(self, seconds_apart: float = 0.0) -> None:
         """Start all threads and wait until they are set up."""
         self.is_started = True
+        self._note_consumer()
         self.lifetime.start(seconds_apart)
 
     def next(self, timeout_seconds: float | None) -> Record | None:
@@ -107,6 +111,7 @@ class Pipeline:
                 "this iterator's worker threads belong to the process that made it, and a fork "
                 "does not take threads along. Call iter(loader) in the child process."
             )
+        self._note_consumer()
         try:
             record = self._window.next(timeout_seconds)
         except BaseException as error:
@@ -118,6 +123,12 @@ class Pipeline:
             raise
         self.lifetime.be_patient(True)
         return record
+
+    def _note_consumer(self) -> None:
+        thread_id = threading.get_ident()
+        if self._consumer_id != thread_id:
+            self._consumer_id = thread_id
+            note_consumer()
 
     def sightings(self) -> list[Sighting]:
         """What the workers of all stages are at for this epoch, those first that take longest."""

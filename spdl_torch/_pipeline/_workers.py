@@ -101,6 +101,8 @@ class Workers:
         self._tasks = _TaskQueue()
         self._reports: SimpleQueue[_Report] = SimpleQueue()
         self._errors: dict[int, BaseException | None] = {}
+        self._ids = ids
+        self._is_closed = False
         self.threads = [
             new_thread(
                 f"{name}-{worker_id}",
@@ -118,7 +120,10 @@ class Workers:
 
     def start(self, seconds_apart: float) -> None:
         """Start the threads, each when the one before it is set up or has had so many seconds."""
-        for thread in self.threads:
+        for worker_id, thread in zip(self._ids, self.threads, strict=True):
+            if self._is_closed:  # By another thread: it would only set itself up, and end.
+                self._reports.put((worker_id, None))
+                continue
             thread.start()
             if seconds_apart > 0:
                 with contextlib.suppress(Empty):
@@ -150,6 +155,7 @@ class Workers:
         after this lands behind the last stop and is never seen, which is right: a closed
         pipeline delivers nothing.
         """
+        self._is_closed = True
         self._tasks.clear()
         for _ in self.threads:
             self._tasks.put(_STOP)

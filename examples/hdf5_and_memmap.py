@@ -1,6 +1,7 @@
 """Samples in an HDF5 file and in a NumPy memory map.
 
     pip install h5py
+    python examples/hdf5_and_memmap.py
 
 A memory map is shared by all workers. h5py lets one call run at a time, so workers only read there,
 and decompress outside of it.

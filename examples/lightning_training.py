@@ -1,6 +1,7 @@
 """Lightning, with our loader: nothing to adapt. Stops in mid-epoch, and goes on from a checkpoint.
 
 pip install lightning
+python examples/lightning_training.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The Trainer of transformers, with our loaders. Stops in mid-epoch, and goes on from a checkpoint.
 
 pip install transformers accelerate
+python examples/transformers_trainer.py
 """
 
 from __future__ import annotations

@@ -222,11 +222,13 @@ def test_an_executor_that_is_shut_down_with_its_lock_in_hand_is_an_error_and_not
         next(iterator)
     executor.shutdown(wait=False, cancel_futures=True)
     may_end.set()
-    with pytest.raises(CancelledError):
+    with pytest.raises(CancelledError) as caught:
         next(iterator)
+    assert "shut the executor down" in caught.value.__notes__[1]
     for _ in range(3):
         with pytest.raises(RuntimeError, match="after shutdown"):
             next(iterator)
+    loader.close()  # The exceptions refer to this frame, and so to the iterator.
 
 
 class Forgetful(Executor):

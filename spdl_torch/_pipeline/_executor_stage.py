@@ -357,6 +357,8 @@ def _note_remedy(error: BaseException) -> None:
             "spdl_torch: the executor's workers have to import the dataset's class. Put it into a "
             "module of its own, which they can find."
         )
+    elif isinstance(error, CancelledError):
+        note = "spdl_torch: somebody has cancelled the executor's task, or shut the executor down."
     else:
         return
     if note not in getattr(error, "__notes__", []):  # A pool has one exception for all its tasks.

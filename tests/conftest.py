@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import signal
+import subprocess
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
@@ -20,6 +22,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def own_thread_names() -> list[str]:
     """Our worker threads that are alive now."""
     return [t.name for t in threading.enumerate() if t.name.startswith("spdl_torch")]
+
+
+def assert_says_nothing(program: str) -> None:
+    """Run a program to its end, in a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -16,6 +14,7 @@ from torch.utils.data import Subset, get_worker_info
 
 from spdl_torch import DataLoader, StagedDataset
 
+from .conftest import assert_says_nothing
 from .datasets import Squares, Staged, StagedAsync, StagedMany, StagedManyAsync
 
 STAGED = [Staged(10), StagedAsync(10), StagedMany(10), StagedManyAsync(10)]
@@ -308,7 +307,7 @@ def test_workers_of_all_stages_have_ids_and_seeds_of_their_own():
 
 
 def test_an_async_load_that_uses_threads_says_nothing_at_the_exit():
-    program = (
+    assert_says_nothing(
         "import asyncio\n"
         "from spdl_torch import StagedDataset\n"
         "class Photos(StagedDataset):\n"
@@ -316,7 +315,3 @@ def test_an_async_load_that_uses_threads_says_nothing_at_the_exit():
         "    async def load(self, index): return await asyncio.to_thread(abs, -index)\n"
         "assert Photos()[1] == 1\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -210,6 +210,26 @@ def test_an_executor_that_breaks_with_its_lock_in_hand_is_an_error_and_not_a_han
                 next(iterator)
 
 
+@pytest.mark.usefixtures("no_logging")
+def test_an_executor_that_breaks_where_no_thread_can_be_started_is_an_error_and_not_a_hang(
+    monkeypatch,
+):
+    start = threading.Thread.start
+
+    def start_no_more(thread):
+        if "apart" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_no_more)
+    with ThreadPoolExecutor(1, initializer=fail) as executor:
+        arguments = {"num_workers": 1, "prefetch_factor": 4, "timeout": PATIENCE_SECONDS}
+        iterator = iter(DataLoader(Squares(4), preprocess_executor=executor, **arguments))
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match=r"initializer failed|can't start new thread"):
+                next(iterator)
+
+
 def test_an_executor_that_is_shut_down_with_its_lock_in_hand_is_an_error_and_not_a_hang():
     executor = ThreadPoolExecutor(1)
     may_end = threading.Event()

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from spdl_torch import DataLoader, RetryLoad, StagedDataset
 
-from .conftest import HAS_GIL, own_thread_names
+from .conftest import HAS_GIL, assert_says_nothing, own_thread_names
 from .datasets import (
     PATIENCE_SECONDS,
     Circle,
@@ -121,6 +121,7 @@ def collect(alive):
     while alive() is not None:
         assert time.monotonic() - started < PATIENCE_SECONDS
         gc.collect()
+    return time.monotonic() - started
 
 
 def test_workers_of_cyclic_garbage_end_when_it_is_collected():
@@ -142,9 +143,7 @@ def test_garbage_collected_while_the_threads_are_counted_is_not_waited_for():
     del trainer
     # As in the middle of `threading.enumerate()`. No worker can end before it is left.
     with threading._active_limbo_lock:
-        started = time.monotonic()
-        collect(alive)
-        seconds = time.monotonic() - started
+        seconds = collect(alive)
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
     assert seconds < 4  # It would be five, and a warning that the dataset's code is stuck.
@@ -205,9 +204,7 @@ def test_garbage_collected_with_a_lock_that_the_workers_need_is_not_waited_for()
         alive = weakref.ref(iterator)
         Circle(iterator)
         del iterator
-        started = time.monotonic()
-        collect(alive)
-        seconds = time.monotonic() - started
+        seconds = collect(alive)
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
     assert seconds < 4  # It would be five, and a warning that the dataset's code is stuck.
@@ -692,19 +689,12 @@ def consume(iterator):
     ],
 )
 def test_the_interpreter_exits_with_a_live_iterator(state):
-    program = subprocess.run(
-        [sys.executable, "-c", EXIT + state],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (program.returncode, program.stderr) == (0, "")
+    assert_says_nothing(EXIT + state)
 
 
 def test_the_clocks_of_threads_that_have_ended_do_not_crash_the_exit():
     # So many that the C library gives the memory of some of them back.
-    program = (
+    assert_says_nothing(
         "import threading\n"
         "from spdl_torch._pipeline._threads import runnable_seconds\n"
         "together = threading.Barrier(30)\n"
@@ -713,10 +703,6 @@ def test_the_clocks_of_threads_that_have_ended_do_not_crash_the_exit():
         "for thread in threads: thread.join()\n"
         "for thread in threads: runnable_seconds(thread)\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_an_uncaught_exception_ends_the_program_with_its_traceback():

@@ -971,11 +971,6 @@ EXITS = {
         thread.start()
         has_begun.wait()
     """,
-    "a later exit handler has workers that have loaders of their own": """
-        def handle(): assert int(next(iter(DataLoader(Nested(), num_workers=1)))) == 10
-        if sys.version_info < (3, 12): atexit.register(handle)  # Or else nobody starts threads.
-        for _ in DataLoader(Data(), num_workers=2): break
-    """,
     "a later exit handler forks": """
         def fork():
             if os.fork() == 0:

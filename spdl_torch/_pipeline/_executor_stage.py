@@ -124,15 +124,16 @@ class _Futures(set[Future[Any]]):
         """
         if futures and os.getpid() == self._process_id:
             # A forked child has copies of its parent's; the tasks are its parent's.
-            self.run_apart(_cancel, futures)
+            with contextlib.suppress(RuntimeError):  # It is the exit, and the executor ends too.
+                self.run_apart(_cancel, futures)
 
     def run_apart(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function that calls the executor, where nobody holds a lock of its."""
+        """Call a function that calls the executor, where nobody holds a lock of its.
+
+        A RuntimeError if no thread can be started.
+        """
         thread = new_thread("apart", function, *args)
-        try:
-            thread.start()
-        except RuntimeError:  # The interpreter exits, and the executor with it.
-            return
+        thread.start()
         self._apart.append(thread)
         for ended in self.threads:
             if not ended.is_alive():
@@ -279,7 +280,10 @@ class ExecutorStage:
         if carried_hook and (future.cancelled() or future.exception() is not None):
             # An executor that breaks or is shut down says so with a lock in its hands, which
             # `submit` waits for.
-            self._futures.run_apart(self._release_held_back)
+            try:
+                self._futures.run_apart(self._release_held_back)
+            except RuntimeError as error:
+                self._release_held_back(error)
         elif carried_hook:
             self._release_held_back()
 
@@ -333,15 +337,20 @@ class ExecutorStage:
         if record.settle(len(slots)):
             self._collate_stage.collate(record)
 
-    def _release_held_back(self) -> None:
+    def _release_held_back(self, error: BaseException | None = None) -> None:
+        """Submit what has waited for the hook to arrive; or let it fail, if this is in the way."""
         with self._lock:
             self._carrier_is_under_way = False
             self._hook_has_arrived = True
             tasks = list(self._held_back)
             self._held_back.clear()
         for task in tasks:
-            if not task.record.is_abandoned:
+            if task.record.is_abandoned:
+                continue
+            if error is None:
                 self._submit(task, carries_hook=False)
+            else:
+                self._fail(task, error)
 
 
 def _note_remedy(error: BaseException) -> None:

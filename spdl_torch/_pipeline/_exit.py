@@ -49,13 +49,10 @@ class Closable(Protocol):
 
 
 class _Exit:
-    """How far it has come. Each is written by the thread that exits, in one step."""
+    """Has begun or not."""
 
-    def __init__(self) -> None:
-        self.is_closing = False
-        """Our threads are told to end just now."""
-        self.sleep_until: float | None = None
-        """None: it has not begun."""
+    sleep_until: float | None = None
+    """None: it has not. Written by the thread that exits, in one step."""
 
 
 _exit = _Exit()
@@ -92,10 +89,8 @@ def sleep_through_exit() -> bool:
     thread = threading.current_thread()
     if _exit.sleep_until is None or thread is threading.main_thread():
         return False
-    if is_ours(thread):
-        # Later it may be the worker of a loader that another exit handler has made.
-        return _exit.is_closing
-    time.sleep(max(0.0, _exit.sleep_until - time.monotonic()))
+    if not is_ours(thread):
+        time.sleep(max(0.0, _exit.sleep_until - time.monotonic()))
     return True
 
 
@@ -106,21 +101,17 @@ def _register() -> None:
 
 
 def _close_all() -> None:
-    _exit.is_closing = True
     _exit.sleep_until = time.monotonic() + _SLEEP_SECONDS
-    try:
-        closables = [closable for ref in _live.valuerefs() if (closable := ref()) is not None]
-        for closable in closables:
-            closable.tell()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for closable in closables:
-            # What it has begun to start is waited for; it starts no more.
-            if closable.is_starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                closable.is_starting.release()
-            closable.close(max(0.0, deadline - time.monotonic()), warns=False)
-        _wait_for_computing()
-    finally:
-        _exit.is_closing = False
+    closables = [closable for ref in _live.valuerefs() if (closable := ref()) is not None]
+    for closable in closables:
+        closable.tell()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for closable in closables:
+        # What it has begun to start is waited for; it starts no more.
+        if closable.is_starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            closable.is_starting.release()
+        closable.close(max(0.0, deadline - time.monotonic()), warns=False)
+    _wait_for_computing()
 
 
 def _wait_for_computing() -> None:
@@ -148,8 +139,10 @@ def _wait_for_computing() -> None:
 
 
 def _threads_left(consumers_until: float) -> list[threading.Thread]:
-    """Ours by their name: what a finaliser has closed and not waited for, or not long enough, may
-    still be at work, and its lifetime is gone.
+    """Those that may be at work.
+
+    Ours by their name: what a finaliser has closed and not waited for, or not long enough, may
+    still be so, and its lifetime is gone.
     """
     consumers: list[threading.Thread | None] = []
     if time.monotonic() < consumers_until:
@@ -160,7 +153,6 @@ def _threads_left(consumers_until: float) -> list[threading.Thread]:
 def _forget() -> None:
     """The child of a fork has none of these threads, and an exit of its own."""
     _exit.sleep_until = None
-    _exit.is_closing = False
     _live.clear()
     _consumers.clear()
 

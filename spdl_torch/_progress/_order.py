@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from .._ranges import Ranges
 from ._saved import Saved
 
-__all__ = ["Foresight", "Order", "drawn_seed", "generator_kept", "left_of"]
+__all__ = ["Foresight", "Order", "drawn_seed", "left_of"]
 
 
 class Foresight:
@@ -32,16 +31,6 @@ class Foresight:
         if id(generator) not in self._copies:
             self._copies[id(generator)] = generator.clone_state()
         return self._copies[id(generator)]
-
-
-@contextlib.contextmanager
-def generator_kept(generator: torch.Generator) -> Iterator[None]:
-    """Whatever is drawn from it has no effect on what is drawn after that."""
-    before = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(before)
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from .._ranges import Ranges
-from ._order import Foresight, Order, generator_kept, left_of
+from ._order import Foresight, Order, left_of
 from ._saved import Saved, is_stateful, state_of
 
 __all__ = ["ReplayedOrder"]
@@ -96,13 +96,13 @@ class ReplayedOrder(Order):
         if not is_over and not mark.flag("has_ended"):
             if "iterator" not in mark:
                 return iter(self._sampler)
-            with generator_kept(torch.default_generator):  # It has drawn before it was saved.
+            with torch.random.fork_rng(devices=[]):  # It has drawn before it was saved.
                 iterator: Any = iter(self._sampler)
             iterator.load_state_dict(mark.anything("iterator"))
             return iter(iterator)
         # The sampler may be still at the end of its epoch, or have gone back to the beginning by
         # itself. Asked for an index, one at the end goes back too; the other must not have been.
-        with generator_kept(torch.default_generator):
+        with torch.random.fork_rng(devices=[]):
             has_index = "sampler" in mark and list(islice(self._sampler, 1))
         if has_index:
             self._sampler.load_state_dict(mark.anything("sampler"))

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from ._bad_samples import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSamples
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
-from ._errors import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSamples
+from ._device import transfer
 from ._profiling import CachedLoader, Profile
 from ._randomness import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
 from ._stats import LoaderStats, LoopStats, StageStats
-from ._transfer import transfer
 from ._verdict import Verdict
 from ._version import __version__
 

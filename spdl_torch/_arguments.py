@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from ._bad_samples import policies_of
 from ._dataset import hooks_of
-from ._errors import policies_of
 
 if TYPE_CHECKING:
     from ._dataloader import DataLoader

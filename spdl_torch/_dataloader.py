@@ -11,24 +11,24 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ._arguments import advice_on, check_arguments
+from ._bad_samples import BadSample, BadSamplePolicy, ReplaceBadSamples, RetryLoad
 from ._dataset import collate_of
-from ._errors import BadSample, Remedies, ReplaceBadSamples, RetryLoad
-from ._event_loop import EventLoop
-from ._iterators import CallerIterator, ProcessIterator, ThreadIterator
-from ._pipeline import Measurement
+from ._device import device_of
+from ._epochs import Epochs
+from ._event_loops import EventLoop
+from ._iterator import EpochIterator
 from ._profiling import Profile
-from ._progress import Progress, progress_of, restored_progress
+from ._settings import LoaderSettings
 from ._stats import LoaderStats, stats_of
-from ._transfer import device_of
 
 __all__ = ["DataLoader"]
 
 Policy: TypeAlias = ReplaceBadSamples | RetryLoad
-_WeakIterators: TypeAlias = weakref.WeakValueDictionary[int, CallerIterator | ThreadIterator]
+_WeakIterators: TypeAlias = weakref.WeakValueDictionary[int, EpochIterator]
+_CLOSED = "this DataLoader is closed. Make a new one to iterate again."
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 
 
@@ -111,18 +111,12 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self._iterators: _WeakIterators = weakref.WeakValueDictionary()
         """By their ids."""
         self._is_closed = False
-        self._progress: Progress | None = None
-        """Of the last iterator that was made."""
-        self._next_progress: Progress | None = None
-        """Of the next one, if it was loaded or has been saved already."""
-        self._measurement = Measurement(worker_method)
-        """Of the last iterator that was made."""
-        self._first_draw: int | None = None
-        """What torch's generator was to give when the first iterator was made."""
-        self._chosen_epoch: int | None = None
-        """By `set_epoch`, until an iterator has taken it."""
+        self._epochs = Epochs(worker_method)
+        self._reported_length: int | None = None
+        self._iterator: EpochIterator | None = None  # type: ignore[assignment]
+        """The iterator with the persistent workers."""
         check_arguments(self, dataset, num_workers, prefetch_factor, generator)
-        self._remedies = Remedies(on_error, dataset)
+        self._bad_sample_policy = BadSamplePolicy(on_error, dataset)
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
             collate_fn = collate_of(dataset)
         try:
@@ -150,55 +144,44 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
                 raise
             raise ValueError(f"{str(error).rstrip('. ')}. {advice}") from None
 
-    def __iter__(self) -> _BaseDataLoaderIter:
+    def __iter__(self) -> EpochIterator:  # type: ignore[override]
         if self._is_closed:
-            raise RuntimeError("this DataLoader is closed. Make a new one to iterate again.")
+            raise RuntimeError(_CLOSED)
         # A persistent iterator may have been closed by an error in a worker's set-up, or belong
         # to the process that this one was forked from.
-        if isinstance(self._iterator, ThreadIterator) and not self._iterator.is_usable:
-            self._iterator = None
-        iterator: _BaseDataLoaderIter | None = super().__iter__()
-        if self._is_closed or iterator is None:  # By another thread, meanwhile.
+        iterator = self._iterator
+        if iterator is not None and iterator.is_usable:
+            iterator.restart(self._settings(), self._epochs)
+        else:
+            iterator = self._get_iterator()
+            keeps_workers = self.persistent_workers and self.num_workers > 0
+            self._iterator = iterator if keeps_workers else None
+        if self._is_closed:  # By another thread, meanwhile.
             self.close()
-            raise RuntimeError("this DataLoader is closed. Make a new one to iterate again.")
+            raise RuntimeError(_CLOSED)
         return iterator
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        progress = self._begin_progress()
-        if self.num_workers == 0:
-            in_caller = CallerIterator(self, progress)
-            self._iterators[id(in_caller)] = in_caller
-            return in_caller
-        if self.worker_method == "multiprocessing":
+    def _get_iterator(self) -> EpochIterator:  # type: ignore[override]
+        if self.worker_method == "multiprocessing" and self.num_workers > 0:
             self.check_worker_number_rationality()
-            return ProcessIterator(self, progress)
-        iterator = ThreadIterator(self, progress)
+        iterator = EpochIterator(self._settings(), self._epochs)
         self._iterators[id(iterator)] = iterator
         return iterator
 
-    def _begin_progress(self) -> Progress:
-        progress, self._next_progress = self._next_progress, None
-        before = self._progress
-        # Workers that live on, and a sampler with a state, are where the last epoch left them.
-        if (
-            progress is None
-            and before is not None
-            and (before.is_over or self._iterator is not None)
-        ):
-            progress = before.following(self)
-        self._progress = progress or progress_of(self)
-        self._chosen_epoch = None
-        self._progress.begin(self.dataset)
-        return self._progress
+    def _settings(self) -> LoaderSettings:
+        return LoaderSettings.of(
+            self,
+            device=self._device,
+            bad_sample_policy=self._bad_sample_policy,
+            event_loop=self._event_loop,
+            reported_length=self._reported_length,
+        )
 
-    @property
-    def _next_epoch(self) -> int:
-        """Of a loader with a seed."""
-        if self._chosen_epoch is not None:
-            return self._chosen_epoch
-        if self._progress is None:
-            return 0
-        return self._progress.epoch + self._progress.has_drawn
+    def __len__(self) -> int:
+        if isinstance(self.dataset, IterableDataset):
+            # As in torch: every batch beyond the dataset's own length is a warning.
+            self._reported_length = len(self.dataset)  # type: ignore[arg-type]
+        return super().__len__()
 
     def state_dict(self) -> dict[str, Any]:
         """How far the last iterator has come, for `load_state_dict` of this or another loader.
@@ -211,17 +194,11 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
                 "worker processes do not say which batch they deliver with in_order=False. "
                 'Use worker_method="thread" or in_order=True to save the state.'
             )
-        progress = self._next_progress
-        if progress is None:
-            progress = self._progress
-            if progress is None:
-                progress = self._next_progress = progress_of(self)
-            elif progress.is_over:
-                progress = self._next_progress = progress.following(self)
-        progress.foresee(self)
-        state = progress.state_dict(self)
-        if self._remedies.replaces:
-            state["bad_samples"] = self._remedies.state()
+        state = self._epochs.state_dict(
+            self._settings(), workers_persist=self._iterator is not None
+        )
+        if self._bad_sample_policy.replaces:
+            state["bad_samples"] = self._bad_sample_policy.state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -236,29 +213,27 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """
         if state_dict == {}:
             return
-        progress = restored_progress(self, state_dict)
-        self._remedies.restore(state_dict.get("bad_samples", []))
-        self._next_progress = progress
-        self._first_draw = progress.first_draw
-        # Workers that live on have their datasets where the last epoch left them.
+        self._epochs.load_state_dict(self._settings(), state_dict)
+        self._bad_sample_policy.restore(state_dict.get("bad_samples", []))
+        # Persistent workers have their datasets where the last epoch left them.
         self._iterator = None
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
         """What `ReplaceBadSamples` has replaced, each sample once."""
-        return self._remedies.bad_samples
+        return self._bad_sample_policy.bad_samples
 
     @property
     def num_retries(self) -> int:
         """How many times `RetryLoad` has called `load` again."""
-        return self._remedies.num_retries
+        return self._bad_sample_policy.num_retries
 
     def stats(self) -> LoaderStats:
         """What was measured in the last epoch, or so far in the one that runs. Any thread may ask.
 
         `print(loader.stats().verdict)` says what bounds the loop and what to change.
         """
-        return stats_of(self._measurement, self._remedies)
+        return stats_of(self._epochs.measurement, self._bad_sample_policy)
 
     def profile(
         self,
@@ -293,7 +268,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
         """
         if self.seed is not None:
-            self._choose_epoch(epoch)
+            self._epochs.set_epoch(epoch)
         for sampler in (
             self.batch_sampler,
             self.sampler,
@@ -302,15 +277,6 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
                 return
-
-    def _choose_epoch(self, epoch: int) -> None:
-        if self._next_progress is not None:
-            self._next_progress.choose_epoch(epoch)
-        elif self._progress is not None and not self._progress.has_drawn:
-            # Frameworks choose the epoch after they have made the iterator.
-            self._progress.choose_epoch(epoch)
-        else:
-            self._chosen_epoch = epoch
 
     def check_worker_number_rationality(self) -> None:
         """Warn about more workers than can be of use."""
@@ -335,7 +301,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self._is_closed = True
         for ref in self._iterators.valuerefs():  # In one step: other threads may make some.
             if (iterator := ref()) is not None:
-                iterator._shutdown_workers()
+                iterator.close()
         self._iterator = None
 
     def __enter__(self) -> Self:
@@ -351,27 +317,11 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads do not travel; the copy starts its own.
-        state = self.__dict__ | {
-            "_iterator": None,
-            "_iterators": None,
-            "_measurement": None,
-            "_progress": None,
-        }
-        if self._next_progress is not None:
-            state["_next_progress"] = self.state_dict()
-        elif self.seed is not None:
-            state["_chosen_epoch"] = self._next_epoch
-        return state
+        epochs = self._epochs.copied(self._settings())
+        return self.__dict__ | {"_iterator": None, "_iterators": None, "_epochs": epochs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = {
-            "_iterators": weakref.WeakValueDictionary(),
-            "_measurement": Measurement(state["worker_method"]),
-            "_next_progress": None,
-        }
-        self.__dict__.update(state | own)
-        if state["_next_progress"] is not None:
-            self._next_progress = restored_progress(self, state["_next_progress"])
+        self.__dict__.update(state | {"_iterators": weakref.WeakValueDictionary()})
 
 
 def _device_other_than_cpu(device: Any) -> torch.device | None:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, Subset, default_collate
 
-from ._event_loop import new_event_loop
+from ._event_loops import new_event_loop
 
 __all__ = ["Hooks", "StagedDataset", "collate_of", "finished", "hooks_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from ._pipeline import Place
+from ._engine import WorkerCursor
 
 __all__ = ["Marked", "MarkedPlace", "marked", "profiler_runs"]
 
@@ -26,19 +26,19 @@ class Marked(AbstractContextManager[None]):
     has one of these and enters it again and again.
     """
 
-    def __init__(self, stage: str, surroundings: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, stage: str, task_context: AbstractContextManager[Any] | None = None) -> None:
         self._name = f"spdl_torch.{stage}"
-        self._surroundings = surroundings or nullcontext()
+        self._task_context = task_context or nullcontext()
         self._mark: profiler.record_function | None = None
 
     def __enter__(self) -> None:
         if profiler._is_profiler_enabled:
             self._mark = profiler.record_function(self._name)
             self._mark.__enter__()
-        self._surroundings.__enter__()
+        self._task_context.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._surroundings.__exit__(*exc_info)
+        self._task_context.__exit__(*exc_info)
         if self._mark is not None:
             mark, self._mark = self._mark, None
             mark.__exit__(*exc_info)
@@ -50,15 +50,15 @@ class MarkedPlace(Marked):
     Whether a profiler runs is asked once for each task, which is often many batches.
     """
 
-    def __init__(self, stage: str, place: Place) -> None:
-        super().__init__(stage, place.surroundings)
+    def __init__(self, stage: str, place: WorkerCursor) -> None:
+        super().__init__(stage, place.task_context)
         self._place = weakref.ref(place)  # Which refers to this.
-        self._around_batch = Marked("collate")
+        self._collate_context = Marked("collate")
 
     def __enter__(self) -> None:
         super().__enter__()
         if (place := self._place()) is not None:
-            place.around_batch = None if self._mark is None else self._around_batch
+            place.collate_context = None if self._mark is None else self._collate_context
 
 
 def marked(stage: str, operation: Callable[[Any], Any]) -> Callable[[Any], Any]:

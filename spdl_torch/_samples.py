@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from ._bad_samples import BadSamplePolicy, substitutes
 from ._dataset import Hooks, finished, hooks_of
-from ._errors import Remedies, substitutes
-from ._pipeline import NUM_BEFORE, Place, check_count
-from ._progress import LOAD, PREPROCESS, MapProgress, key_for
+from ._engine import NUM_BEFORE, WorkerCursor, check_count
 from ._randomness import Keyed, KeyedCollate, KeyedDataset, randomness_of, restart_sample
+from ._resume import LOAD, PREPROCESS, MapProgress, key_for
 
 __all__ = ["keyed_collate", "keyed_dataset", "keyed_draws"]
 
@@ -45,16 +45,20 @@ def keyed_draws(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Ite
         if is_seeded:
             key = partial(progress.sample_key, number, indices)
             slots = [key(slot) for slot in range(len(indices))]
-            keys = DrawKeys(slots, key(Place.WHOLE), key(Place.COLLATE))
+            keys = DrawKeys(slots, key(WorkerCursor.WHOLE), key(WorkerCursor.COLLATE))
         yield Keyed(draw, keys)
         before = [*indices, *before][:NUM_BEFORE]
 
 
-def keyed_dataset(dataset: Any, *, batched: bool, remedies: Remedies | None = None) -> KeyedDataset:
+def keyed_dataset(
+    dataset: Any, *, batched: bool, bad_sample_policy: BadSamplePolicy | None = None
+) -> KeyedDataset:
     """A dataset for what `keyed_draws` gives."""
-    if remedies is not None and remedies.replaces:
-        return KeyedDataset(dataset, partial(_make_samples_or_others, dataset, batched, remedies))
-    return KeyedDataset(dataset, partial(_make_samples, dataset, batched, remedies))
+    if bad_sample_policy is not None and bad_sample_policy.replaces:
+        return KeyedDataset(
+            dataset, partial(_make_samples_or_others, dataset, batched, bad_sample_policy)
+        )
+    return KeyedDataset(dataset, partial(_make_samples, dataset, batched, bad_sample_policy))
 
 
 def keyed_collate(collate: Callable[[Any], Any]) -> KeyedCollate:
@@ -65,10 +69,12 @@ def _key_of_collate(keys: DrawKeys | None) -> tuple[int, ...] | None:
     return None if keys is None else (*keys.collate, PREPROCESS)
 
 
-def _make_samples(dataset: Any, batched: bool, remedies: Remedies | None, keyed: Keyed) -> Any:
+def _make_samples(
+    dataset: Any, batched: bool, bad_sample_policy: BadSamplePolicy | None, keyed: Keyed
+) -> Any:
     """What the stages do, one after the other."""
     hooks = hooks_of(dataset, batched=batched)
-    load = _load_of(hooks, remedies)
+    load = _load_of(hooks, bad_sample_policy)
     draw, keys = keyed
     samples = draw.indices
     if hooks.preprocess_takes_batch:
@@ -97,10 +103,12 @@ def _made(sample: Any, key: Key | None, load: Hook | None, preprocess: Hook | No
     return sample
 
 
-def _make_samples_or_others(dataset: Any, batched: bool, remedies: Remedies, keyed: Keyed) -> Any:
+def _make_samples_or_others(
+    dataset: Any, batched: bool, bad_sample_policy: BadSamplePolicy, keyed: Keyed
+) -> Any:
     """The same, with another sample in the place of one that cannot be made."""
     hooks = hooks_of(dataset, batched=False)
-    load = _load_of(hooks, remedies)
+    load = _load_of(hooks, bad_sample_policy)
     draw, keys = keyed
 
     def make_or_replace(slot: int) -> Any:
@@ -115,7 +123,7 @@ def _make_samples_or_others(dataset: Any, batched: bool, remedies: Remedies, key
                 stage = "preprocess"
                 return _made(sample, key, None, hooks.preprocess)
             except Exception as error:
-                failure = remedies.record(index, dataset, stage, error)
+                failure = bad_sample_policy.record(index, dataset, stage, error)
                 if failure is not None:
                     raise failure from error
                 if others is None:
@@ -128,11 +136,11 @@ def _make_samples_or_others(dataset: Any, batched: bool, remedies: Remedies, key
     return samples if batched else samples[0]
 
 
-def _load_of(hooks: Hooks, remedies: Remedies | None) -> Hook | None:
+def _load_of(hooks: Hooks, bad_sample_policy: BadSamplePolicy | None) -> Hook | None:
     if hooks.load is None:
         return None
     load = partial(_finished_load, hooks.load)
-    return load if remedies is None else remedies.retried(load, restart_sample)
+    return load if bad_sample_policy is None else bad_sample_policy.retried(load, restart_sample)
 
 
 def _randomness(key: Key | None, stage: int) -> randomness_of:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch._utils import cpu_count
 
-from ._errors import Remedies
-from ._pipeline import Measurement, Reading, upper_seconds
+from ._bad_samples import BadSamplePolicy
+from ._engine import Measurement, Reading, upper_seconds
 from ._verdict import Verdict, verdict_on
 
 __all__ = ["LoaderStats", "LoopStats", "StageStats", "num_bytes_of", "stats_of"]
@@ -199,7 +199,7 @@ def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
     )
 
 
-def stats_of(measurement: Measurement, remedies: Remedies) -> LoaderStats:
+def stats_of(measurement: Measurement, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
     elapsed_seconds, cpu_seconds, consumer, stages = measurement.read()
     return LoaderStats(
         kind=measurement.kind,
@@ -216,8 +216,8 @@ def stats_of(measurement: Measurement, remedies: Remedies) -> LoaderStats:
         window=measurement.window,
         num_ready=measurement.num_ready,
         num_bytes=consumer.num_bytes,
-        num_bad_samples=len(remedies.bad_samples),
-        num_retries=remedies.num_retries,
+        num_bad_samples=len(bad_sample_policy.bad_samples),
+        num_retries=bad_sample_policy.num_retries,
         num_cores=cpu_count() or 1,
         cpu_seconds=cpu_seconds,
     )

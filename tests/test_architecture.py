@@ -22,60 +22,60 @@ MAY_IMPORT = {
     "__init__": {
         "_dataloader",
         "_dataset",
-        "_errors",
+        "_bad_samples",
         "_image",
         "_profiling",
         "_randomness",
         "_sampler",
         "_stats",
-        "_transfer",
+        "_device",
         "_verdict",
         "_version",
     },
     "_dataloader": {
         "_arguments",
         "_dataset",
-        "_errors",
-        "_event_loop",
+        "_bad_samples",
+        "_event_loops",
         "_iterators",
-        "_pipeline",
+        "_engine",
         "_profiling",
         "_profiling._run",
-        "_progress",
+        "_resume",
         "_stats",
-        "_transfer",
+        "_device",
     },
     "_iterators": {
         "_assembly",
         "_dataloader",  # for its type alone
-        "_errors",
-        "_pipeline",
+        "_bad_samples",
+        "_engine",
         "_profiling",
-        "_progress",
+        "_resume",
         "_randomness",
         "_samples",
         "_stats",
-        "_transfer",
+        "_device",
     },
     "_assembly": {
         "_collate",
         "_dataloader",  # for its type alone
         "_dataset",
         "_dataset_copy",
-        "_errors",
+        "_bad_samples",
         "_marks",
-        "_pipeline",
-        "_progress",
+        "_engine",
+        "_resume",
         "_randomness",
-        "_transfer",
+        "_device",
         "_worker_info",
     },
-    "_arguments": {"_dataloader", "_dataset", "_errors"},  # The first for its type alone.
-    "_dataset": {"_event_loop"},
-    "_marks": {"_pipeline"},
-    "_samples": {"_dataset", "_errors", "_pipeline", "_progress", "_randomness"},
+    "_arguments": {"_dataloader", "_dataset", "_bad_samples"},  # The first for its type alone.
+    "_dataset": {"_event_loops"},
+    "_marks": {"_engine"},
+    "_samples": {"_dataset", "_bad_samples", "_engine", "_resume", "_randomness"},
     "_sampler": {"_permutation", "_ranges"},
-    "_stats": {"_errors", "_pipeline", "_profiling._table", "_verdict"},
+    "_stats": {"_bad_samples", "_engine", "_profiling._table", "_verdict"},
     "_verdict": {"_stats"},  # for its type alone
 }
 """Imports go down. An operation never imports its neighbour."""
@@ -100,7 +100,7 @@ def test_imports_go_down():
 
 
 def test_the_engine_imports_the_standard_library_alone():
-    for path in (PACKAGE / "_pipeline").glob("*.py"):
+    for path in (PACKAGE / "_engine").glob("*.py"):
         for kind, name in imports(path):
             assert kind == "." or name in sys.stdlib_module_names, (path.name, name)
 
@@ -113,15 +113,15 @@ def test_ffmpeg_is_known_in_one_place():
 def test_streams_are_known_in_one_place():
     words = ("record_stream(", "wait_event(", ".Stream(")
     files = {p.name for p in PACKAGE.rglob("*.py") if any(word in p.read_text() for word in words)}
-    assert files == {"_transfer.py"}
+    assert files == {"_copies.py"}
 
 
 SHARED_BY_ALL_THREADS = {
-    ("_pipeline/_executor_stage.py", "_hooks"): "each step is one atomic operation",
-    ("_pipeline/_exit.py", "_consumers"): "added to and read in one step each",
-    ("_pipeline/_exit.py", "_live"): "added to and read in one step each",
-    ("_pipeline/_exit.py", "_register"): "done twice it does no harm",
-    ("_transfer/_transfer.py", "_side_streams"): "of two that are made, the first is taken by both",
+    ("_engine/_executor_stage.py", "_hooks"): "each step is one atomic operation",
+    ("_engine/_exit.py", "_consumers"): "added to and read in one step each",
+    ("_engine/_exit.py", "_live"): "added to and read in one step each",
+    ("_engine/_exit.py", "_register"): "done twice it does no harm",
+    ("_device/_copies.py", "_side_streams"): "of two that are made, the first is taken by both",
 }
 """What modules have that changes, and why that is right with any number of threads."""
 
@@ -201,7 +201,7 @@ def test_what_all_threads_share_and_what_changes_is_known():
     assert found == set(SHARED_BY_ALL_THREADS)
 
 
-@pytest.mark.parametrize("package", ["_image", "_transfer"])
+@pytest.mark.parametrize("package", ["_image", "_device"])
 def test_an_operation_with_rooms_imports_nothing_of_the_rest_of_the_house(package):
     for path in (PACKAGE / package).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -219,7 +219,7 @@ def lines_of_a_finaliser(interrupted_line):
 
     def trace(frame, event, _):
         nonlocal num_lines
-        if "_pipeline" not in frame.f_code.co_filename:
+        if "_engine" not in frame.f_code.co_filename:
             return None
         if event == "line":
             num_lines += 1
@@ -558,7 +558,7 @@ def test_a_fork_finds_no_lock_that_a_worker_may_hold_and_the_child_needs():
     assert len(ours) > 40
     locks = [
         name
-        for held in (loader, loader._remedies, *ours)
+        for held in (loader, loader._bad_sample_policy, *ours)
         for name, value in vars(held).items()
         if isinstance(value, type(threading.Lock()) | type(threading.RLock()))
     ]
@@ -696,7 +696,7 @@ def test_the_clocks_of_threads_that_have_ended_do_not_crash_the_exit():
     # So many that the C library gives the memory of some of them back.
     assert_says_nothing(
         "import threading\n"
-        "from spdl_torch._pipeline._threads import runnable_seconds\n"
+        "from spdl_torch._engine._threads import runnable_seconds\n"
         "together = threading.Barrier(30)\n"
         "threads = [threading.Thread(target=together.wait) for _ in range(30)]\n"
         "for thread in threads: thread.start()\n"

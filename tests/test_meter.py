@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from spdl_torch._pipeline import _measurement, _meter
-from spdl_torch._pipeline._measurement import Measurement
-from spdl_torch._pipeline._meter import (
+from spdl_torch._engine import _measurement, _meter
+from spdl_torch._engine._measurement import Measurement
+from spdl_torch._engine._meter import (
     ConsumerMeter,
     FlightMeter,
     FutureMeter,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchvision.tv_tensors import Image
 
-from spdl_torch._transfer._pinned import Loan, PinnedRing
+from spdl_torch._device._pinned import Loan, PinnedRing
 
 from .datasets import PATIENCE_SECONDS
 from .simulated import Simulator, everything_last

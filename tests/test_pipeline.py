@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from spdl_torch._pipeline import NotInTime, Pipeline, Record, ThreadStage
-from spdl_torch._pipeline._meter import ConsumerMeter
-from spdl_torch._pipeline._signal import Signal
-from spdl_torch._pipeline._window import Window
+from spdl_torch._engine import NotInTime, PendingBatch, Pipeline, ThreadStage
+from spdl_torch._engine._meter import ConsumerMeter
+from spdl_torch._engine._signal import Signal
+from spdl_torch._engine._window import Window
 
 from .conftest import own_thread_names
 from .datasets import PATIENCE_SECONDS
@@ -166,7 +166,7 @@ def test_workers_can_go_on_with_batches_that_an_interrupted_loop_has_given_up():
         lambda worker_id, place: (load, None),
         is_first=True,
         next_stage=behind,
-        remedy=remedy,
+        on_sample_error=remedy,
     )
     pipeline = pipeline_of(first, behind, capacity=2)
     pipeline.begin(iter([[1, 2], [3, 4], [5, 6], [7, 8]]))
@@ -358,19 +358,19 @@ class Watched:
             self.records[finished].signal.set()
 
 
-class WatchedRecord(Record):
+class WatchedRecord(PendingBatch):
     __slots__ = ()
 
     @property
     def is_finished(self):
-        is_finished = Record.is_finished.__get__(self)
+        is_finished = PendingBatch.is_finished.__get__(self)
         if not is_finished:
             self.drawn.go_on_after_look(self.number)
         return is_finished
 
     @is_finished.setter
     def is_finished(self, is_finished):
-        Record.is_finished.__set__(self, is_finished)
+        PendingBatch.is_finished.__set__(self, is_finished)
 
 
 @pytest.mark.parametrize(
@@ -401,23 +401,23 @@ def test_without_order_the_batches_of_one_worker_are_not_swapped(finished_by):
     assert delivered.index(0) < delivered.index(1)
 
 
-class ExhaustedRecord(Record):
+class ExhaustedRecord(PendingBatch):
     """Turns out to be exhausted just after the consumer has seen that it is not."""
 
     __slots__ = ()
 
     @property
     def is_exhausted(self):
-        is_exhausted = Record.is_exhausted.__get__(self)
+        is_exhausted = PendingBatch.is_exhausted.__get__(self)
         if not is_exhausted and not self.is_finished:
-            Record.is_exhausted.__set__(self, True)
+            PendingBatch.is_exhausted.__set__(self, True)
             self.finish()
             self.signal.set()
         return is_exhausted
 
     @is_exhausted.setter
     def is_exhausted(self, is_exhausted):
-        Record.is_exhausted.__set__(self, is_exhausted)
+        PendingBatch.is_exhausted.__set__(self, is_exhausted)
 
 
 class Exhausted:

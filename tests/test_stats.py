@@ -21,7 +21,7 @@ from hypothesis import given
 from torch.utils.data import Dataset, IterableDataset
 
 from spdl_torch import DataLoader, ReplaceBadSamples, RetryLoad, StagedDataset
-from spdl_torch._pipeline._meter import Tally, upper_seconds
+from spdl_torch._engine._meter import Tally, upper_seconds
 from spdl_torch._stats import num_bytes_of
 
 from .datasets import PATIENCE_SECONDS, Sharded, Squares

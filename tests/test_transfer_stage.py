@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from spdl_torch._pipeline import Pipeline, Place, Record, ThreadStage, TransferStage
-from spdl_torch._pipeline._signal import Signal
-from spdl_torch._pipeline._stages import pass_on
-from spdl_torch._pipeline._transfer_stage import Taken
+from spdl_torch._engine import PendingBatch, Pipeline, ThreadStage, TransferStage, WorkerCursor
+from spdl_torch._engine._signal import Signal
+from spdl_torch._engine._stages import forward
+from spdl_torch._engine._transfer_stage import Taken
 
 from .datasets import PATIENCE_SECONDS
 
@@ -27,7 +27,7 @@ class ByHand:
         return batch
 
     def arrive(self, number):
-        record = Record(number, [number], [number], self.signal)
+        record = PendingBatch(number, [number], [number], self.signal)
         record.hold(number)
         self.stage.work(record, self.operation)
         return record
@@ -103,7 +103,7 @@ def test_an_error_takes_up_no_room_after_it_was_delivered():
     def fail(batch):
         raise KeyError(batch)
 
-    record = Record(0, [0], [0], by_hand.signal)
+    record = PendingBatch(0, [0], [0], by_hand.signal)
     record.hold(0)
     by_hand.stage.work(record, fail)
     by_hand.arrive(1)
@@ -132,7 +132,7 @@ def test_the_consumer_makes_room_by_taking_batches(in_order):
         made.release()
         return samples[0]
 
-    def set_up(_worker_id, _place: Place):
+    def set_up(_worker_id, _place: WorkerCursor):
         return (lambda index: index), collate
 
     last = TransferStage("transfer", lambda: transfer, num_ahead=num_ahead, in_order=in_order)
@@ -160,7 +160,7 @@ def test_an_error_waits_for_its_turn_and_is_not_taken_on():
     by_hand = ByHand(in_order=False, num_ahead=1)
     by_hand.arrive(0)
     by_hand.arrive(1)
-    failed = Record(2, [2], [2], by_hand.signal)
+    failed = PendingBatch(2, [2], [2], by_hand.signal)
     failed.fail(0, KeyError(2))
     by_hand.stage.work(failed, by_hand.operation)
     assert not failed.is_finished
@@ -184,7 +184,7 @@ def test_an_error_in_the_transfer_is_its_batchs_without_our_frames(error):
     def fail(batch):
         raise error(batch)
 
-    record = Record(0, [0], [0], by_hand.signal)
+    record = PendingBatch(0, [0], [0], by_hand.signal)
     record.hold(0)
     by_hand.stage.work(record, fail)
     assert type(record.error) is error
@@ -279,11 +279,11 @@ def test_an_interrupted_call_loses_no_batch():
 def test_a_batch_that_was_given_up_is_not_taken_on():
     """The consumer was interrupted when it handed the batch out, and has had an error for it."""
     waiting = ByHand(in_order=False)
-    record = Record(0, [0], [0], waiting.signal)
+    record = PendingBatch(0, [0], [0], waiting.signal)
     record.fail(0, RuntimeError("interrupted"))
     record.finish()
     with pytest.raises(RuntimeError):
         record.take()
-    pass_on(record, "batch", waiting.stage)
+    forward(record, "batch", waiting.stage)
     assert record.batch is None
     assert record.turn is None

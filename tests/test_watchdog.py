@@ -129,7 +129,7 @@ def test_the_error_names_the_sample_its_file_and_the_line(kind, stage, function)
     )
     assert float(seconds) >= TIMEOUT_SECONDS - 0.2
     assert f'File "{__file__}", line {line_of(function)}, in {function.__name__}' in text
-    assert "_pipeline" not in text
+    assert "_engine" not in text
 
 
 def test_for_a_whole_batch_the_error_names_the_batch_and_the_line():

@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
+from .._bad_samples import BadSamplePolicy, policies_of
 from .._dataloader import DataLoader
 from .._dataset import Hooks, StagedDataset, finished, hooks_of
 from .._dataset_copy import DatasetCopies
-from .._errors import Remedies, policies_of
-from .._pipeline import Lap
-from .._randomness import generators_kept
+from .._engine import Lap
+from .._randomness import preserve_global_rng
 from .._stats import LoaderStats
 from ._profile import Headroom, Profile, Scaling, Span
 
@@ -50,7 +50,7 @@ def make_profile(
 ) -> Profile:
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, got {num_batches}.")
-    with generators_kept(), _samplers_kept(loader):
+    with preserve_global_rng(), _samplers_kept(loader):
         run = _Run()
         with _twin(loader) as twin:
             run.iterate(twin, num_batches, step)
@@ -81,7 +81,7 @@ class _Run:
     ) -> None:
         iterator = iter(loader)
         try:
-            loader._measurement.record_with(self.laps.append)
+            loader._epochs.measurement.record_with(self.laps.append)
             for batch in itertools.islice(iterator, num_batches):
                 if step is not None:
                     self._step(step, batch)
@@ -138,8 +138,8 @@ def _synchronise() -> None:
 def _twin(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader like it, which leaves it, its sampler and its record of bad samples as they are."""
     twin: DataLoader[Any] = object.__new__(type(loader))
-    state = loader.__getstate__() | {"_next_progress": None}
-    state["_remedies"] = _remedies_without_log(loader)
+    state = loader.__getstate__()
+    state["_bad_sample_policy"] = _remedies_without_log(loader)
     if isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0:
         # Its place in the data may be in itself. Workers have copies anyway.
         state["dataset"] = DatasetCopies(loader.dataset, or_shallow=True).make()
@@ -150,12 +150,12 @@ def _twin(loader: DataLoader[Any]) -> DataLoader[Any]:
     return twin
 
 
-def _remedies_without_log(loader: DataLoader[Any]) -> Remedies:
+def _remedies_without_log(loader: DataLoader[Any]) -> BadSamplePolicy:
     replace, retry = policies_of(loader.on_error)
     if replace is not None:
         replace = dataclasses.replace(replace, log=None)
     policies = [policy for policy in (replace, retry) if policy is not None]
-    return Remedies(policies or "raise", loader.dataset)
+    return BadSamplePolicy(policies or "raise", loader.dataset)
 
 
 def _copied_sampler(sampler: Any, dataset: Any) -> Any:
@@ -254,7 +254,7 @@ def _scalings(loader: DataLoader[Any], stats: LoaderStats) -> Iterator[Scaling]:
     batches = _some_batches(loader)
     if not batches:
         return
-    hooks = hooks_of(loader.dataset, batched=loader._auto_collation)
+    hooks = hooks_of(loader.dataset, batched=loader.batch_sampler is not None)
     cpu_widths = _powers_of_two(2 * stats.num_cores)
     io_widths = _powers_of_two(min(_MAX_IO_WORKERS, 2 * (loader.num_io_workers or 8)))
     batch_size = len(batches[0])
@@ -274,7 +274,7 @@ def _scalings(loader: DataLoader[Any], stats: LoaderStats) -> Iterator[Scaling]:
         with contextlib.suppress(Exception):
             samples = _some_of(hooks.preprocess, inputs)
             samples = samples[0] if hooks.preprocess_takes_batch else samples
-    if loader._auto_collation and loader.collate_fn is not None and len(samples) > 0:
+    if loader.batch_sampler is not None and loader.collate_fn is not None and len(samples) > 0:
         if isinstance(samples, list):
             samples = list(itertools.islice(itertools.cycle(samples), batch_size))
         alone = _Alone(loader.collate_fn, [samples], batch_size)
@@ -283,7 +283,7 @@ def _scalings(loader: DataLoader[Any], stats: LoaderStats) -> Iterator[Scaling]:
 
 def _some_batches(loader: DataLoader[Any]) -> list[list[Any]]:
     """The indices of the first batches that the sampler draws."""
-    if loader._auto_collation:
+    if loader.batch_sampler is not None:
         drawn = itertools.islice(_copied_sampler(loader.batch_sampler, loader.dataset), _NUM_KEPT)
         return [list(batch) for batch in drawn]
     indices = itertools.islice(_copied_sampler(loader.sampler, loader.dataset), _NUM_KEPT)

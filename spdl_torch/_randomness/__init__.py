@@ -9,8 +9,8 @@ from ._generators import (
     CurrentlyOf,
     SampleGenerators,
     SampleRng,
-    generators_left_as_they_were,
     restart_sample,
+    restore_current_rng,
     sample_rng,
 )
 from ._keyed import (
@@ -23,7 +23,7 @@ from ._keyed import (
     show_dataset,
 )
 from ._mode import DrawsOfSamples, RandomnessOfSamples
-from ._process_wide import generators_kept, seed_as_worker_process
+from ._process_wide import preserve_global_rng, seed_as_worker_process
 
 __all__ = [
     "CurrentGenerators",
@@ -37,10 +37,10 @@ __all__ = [
     "RandomnessOfSamples",
     "SampleGenerators",
     "SampleRng",
-    "generators_kept",
-    "generators_left_as_they_were",
+    "preserve_global_rng",
     "randomness_of",
     "restart_sample",
+    "restore_current_rng",
     "sample_rng",
     "seed_as_worker_process",
     "show_dataset",

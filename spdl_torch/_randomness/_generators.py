@@ -19,8 +19,8 @@ __all__ = [
     "SampleGenerators",
     "SampleRng",
     "current_generators",
-    "generators_left_as_they_were",
     "restart_sample",
+    "restore_current_rng",
     "sample_rng",
 ]
 
@@ -108,7 +108,7 @@ class CurrentlyOf(contextlib.AbstractContextManager[None]):
             current_generators.reset(self._before)
 
 
-class generators_left_as_they_were(contextlib.AbstractContextManager[None]):  # noqa: N801 (reads as a function)
+class restore_current_rng(contextlib.AbstractContextManager[None]):  # noqa: N801 (reads as a function)
     """Whatever Ctrl-C interrupts in here, no sample is the current one afterwards that was not."""
 
     def __enter__(self) -> None:

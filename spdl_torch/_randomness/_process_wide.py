@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-__all__ = ["generators_kept", "seed_as_worker_process"]
+__all__ = ["preserve_global_rng", "seed_as_worker_process"]
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_global_rng() -> Iterator[None]:
     """Put the process-wide generators back afterwards, whatever is done to them meanwhile.
 
     A `worker_init_fn` may seed or draw from `random`, `numpy.random` and `torch`, which belong to

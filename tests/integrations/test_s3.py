@@ -48,7 +48,7 @@ class Network:
         self.loop = asyncio.new_event_loop()
         self.server = self.loop.run_until_complete(
             # As many may wait to be accepted as there are requests.
-            asyncio.start_server(self.pass_on, "127.0.0.1", 0, backlog=256)
+            asyncio.start_server(self.forward, "127.0.0.1", 0, backlog=256)
         )
         self.port = self.server.sockets[0].getsockname()[1]
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -58,7 +58,7 @@ class Network:
         self.num_requests = self.num_faults = self.max_in_flight = 0
         self.has_faults = has_faults
 
-    async def pass_on(self, reader, writer):
+    async def forward(self, reader, writer):
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             request = await reader.readuntil(b"\r\n\r\n")
             self.num_in_flight += 1

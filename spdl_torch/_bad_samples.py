@@ -1,0 +1,336 @@
+"""What to do about samples that cannot be made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import floor
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = [
+    "BadSample",
+    "BadSamplePolicy",
+    "ReplaceBadSamples",
+    "RetryLoad",
+    "TooManyBadSamples",
+    "path_of",
+    "policies_of",
+    "substitutes",
+]
+
+_NUM_SHOWN: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that could not be made."""
+
+    index: int | str
+    """What the sampler drew for it, or the text of that."""
+    path: str | None
+    """Its file, if that is known."""
+    stage: str
+    """Where it failed."""
+    error: str
+    """The exception's type and text."""
+
+    def __str__(self) -> str:
+        name = (
+            f"sample {self.index!r}"
+            if self.path is None
+            else f"sample {self.index!r} ({self.path})"
+        )
+        return f"{name} in the {self.stage} stage: {self.error}"
+
+
+class TooManyBadSamples(RuntimeError):  # noqa: N818 (says what happened)
+    """More samples could not be made than `ReplaceBadSamples` allows."""
+
+    __module__ = "spdl_torch"  # Where who catches it finds it.
+
+
+@dataclass(frozen=True)
+class ReplaceBadSamples:
+    """Put another sample in the place of one that cannot be made.
+
+    The other is the next one of the same batch that can be made, so the sampler has drawn it, it is
+    the same in every run, and batches keep their size. Every bad sample is recorded once.
+
+    Args:
+        max_fraction: how many samples may be bad, as a fraction of the dataset's; of a small one,
+            one sample may be bad unless this is 0.
+        max_count: how many samples may be bad. The lesser of the two counts.
+        log: a file to which one line of JSON is added for each bad sample.
+
+    """
+
+    max_fraction: float | None = 0.01
+    max_count: int | None = None
+    log: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_fraction is not None and not 0 <= self.max_fraction <= 1:
+            raise ValueError(
+                f"max_fraction must be from 0 to 1, got {self.max_fraction!r}. Use 0.01 for one "
+                "sample in a hundred, or None for no limit."
+            )
+        if self.max_count is not None and self.max_count < 0:
+            raise ValueError(
+                f"max_count must be at least 0, got {self.max_count!r}. Use None for no limit."
+            )
+
+
+@dataclass(frozen=True)
+class RetryLoad:
+    """Call a dataset's `load` again when it raises, as storage behind a network may.
+
+    Args:
+        attempts: how often to call it, the first time included.
+        backoff: seconds to wait before the second attempt; twice as long before each one after it.
+        exceptions: what to try again after. Other exceptions are raised at once.
+
+    """
+
+    attempts: int = 3
+    backoff: float = 0.1
+    exceptions: tuple[type[BaseException], ...] = (OSError, TimeoutError)
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, got {self.attempts!r}. Use 3.")
+        if self.backoff < 0:
+            raise ValueError(f"backoff must be at least 0 seconds, got {self.backoff!r}.")
+
+    def pauses(self) -> Iterator[float]:
+        """The seconds before each attempt but the first."""
+        return (self.backoff * 2**number for number in range(self.attempts - 1))
+
+
+def policies_of(on_error: Any) -> tuple[ReplaceBadSamples | None, RetryLoad | None]:
+    """What `on_error` asks for."""
+    if on_error == "raise":
+        return None, None
+    given = list(on_error) if isinstance(on_error, Sequence) else [on_error]
+    replaces = [policy for policy in given if isinstance(policy, ReplaceBadSamples)]
+    retries = [policy for policy in given if isinstance(policy, RetryLoad)]
+    if len(replaces) + len(retries) != len(given) or len(replaces) > 1 or len(retries) > 1:
+        raise ValueError(
+            'on_error must be "raise", ReplaceBadSamples(...), RetryLoad(...), or one of each in a '
+            f"list, got {on_error!r}."
+        )
+    return next(iter(replaces), None), next(iter(retries), None)
+
+
+class BadSamplePolicy:
+    """What a loader does about samples that cannot be made, and what it has done.
+
+    Used by all workers at the same time; every step is one atomic operation. (A lock might be
+    held in a fork, and the child's loader would wait for it for ever.)
+    """
+
+    def __init__(self, on_error: Any, dataset: Any) -> None:
+        self._replace, self._retry = policies_of(on_error)
+        self._max_count: int | None = None
+        if self._replace is not None:
+            self._max_count = _max_count(self._replace, dataset)
+        self._bad_samples: dict[str, BadSample] = {}
+        self._num_retries: dict[int, int] = {}
+        """By thread: adding is not atomic."""
+
+    @property
+    def replaces(self) -> bool:
+        return self._replace is not None
+
+    @property
+    def retries(self) -> bool:
+        return self._retry is not None
+
+    @property
+    def num_retries(self) -> int:
+        return sum(self._num_retries.copy().values())
+
+    @property
+    def bad_samples(self) -> tuple[BadSample, ...]:
+        return tuple(self._bad_samples.copy().values())
+
+    def state(self) -> list[dict[str, Any]]:
+        return [asdict(bad) for bad in self.bad_samples]
+
+    def restore(self, state: Any) -> None:
+        try:
+            bad_samples = [BadSample(**bad) for bad in state]
+        except TypeError:
+            raise ValueError(
+                "the bad samples of the state are damaged: each is an index, path, stage and error."
+            ) from None
+        for bad in bad_samples:
+            self._bad_samples[repr(bad.index)] = bad
+
+    def record(
+        self, index: Any, dataset: Any, stage: str, error: BaseException
+    ) -> Exception | None:
+        """PendingBatch a bad sample; gives an error if it cannot be, or if that is one too many."""
+        assert self._replace is not None
+        bad = BadSample(_plain(index), path_of(dataset, index, error), stage, _text_of(error))
+        is_new = self._bad_samples.setdefault(repr(bad.index), bad) is bad
+        try:
+            if is_new and self._replace.log is not None:
+                with Path(self._replace.log).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(bad)) + "\n")
+        except OSError as log_error:
+            return log_error
+        if self._max_count is None or len(self._bad_samples) <= self._max_count:
+            return None
+        bad_samples = self.bad_samples
+        shown = [f"  {some}" for some in bad_samples[:_NUM_SHOWN]]
+        if len(bad_samples) > _NUM_SHOWN:
+            shown.append("  …")
+        return TooManyBadSamples(
+            f"{len(bad_samples)} of the samples could not be made, and at most {self._max_count} "
+            "may be bad. Repair or leave out these, or allow more in ReplaceBadSamples:\n"
+            + "\n".join(shown)
+        )
+
+    def retried(
+        self,
+        load: Callable[[Any], Any],
+        before_again: Callable[[], None],
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> Callable[[Any], Any]:
+        """A load function that is called again if it raises.
+
+        Args:
+            load: the function.
+            before_again: called before each further attempt.
+            sleep: waits so many seconds; true if nobody wants the sample any more.
+
+        """
+        if self._retry is None:
+            return load
+        retry = self._retry
+
+        def load_again(drawn: Any) -> Any:
+            for pause in retry.pauses():
+                try:
+                    return load(drawn)
+                except retry.exceptions:
+                    if sleep(pause):
+                        raise
+                    self._count_retry()
+                before_again()
+            return load(drawn)
+
+        return load_again
+
+    def retried_async(
+        self, load: Callable[[Any], Awaitable[Any]], before_again: Callable[[], None]
+    ) -> Callable[[Any], Awaitable[Any]]:
+        """The same for `async def`."""
+        if self._retry is None:
+            return load
+        retry = self._retry
+
+        async def load_again(drawn: Any) -> Any:
+            for pause in retry.pauses():
+                try:
+                    return await load(drawn)
+                except retry.exceptions:
+                    self._count_retry()
+                await asyncio.sleep(pause)
+                before_again()
+            return await load(drawn)
+
+        return load_again
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies in one step: workers may write while a loader is copied.
+        copies = {
+            "_bad_samples": self._bad_samples.copy(),
+            "_num_retries": self._num_retries.copy(),
+        }
+        return self.__dict__ | copies
+
+    def _count_retry(self) -> None:
+        thread = threading.get_ident()
+        self._num_retries[thread] = self._num_retries.get(thread, 0) + 1
+
+
+def substitutes(indices: Sequence[Any], slot: int, before: Sequence[Any]) -> list[Any]:
+    """What may be put into a slot of a batch, in this order.
+
+    Args:
+        indices: what the sampler drew for the batch.
+        slot: whose sample cannot be made.
+        before: what it drew for the batch before, if there was one.
+
+    """
+    others = [*indices[slot + 1 :], *indices[:slot], *before]
+    # By their text: what an index is, and how it compares, is the sampler's own business.
+    own = repr(indices[slot])
+    return [other for other in others if repr(other) != own]
+
+
+def _max_count(policy: ReplaceBadSamples, dataset: Any) -> int | None:
+    counts = [] if policy.max_count is None else [policy.max_count]
+    if policy.max_fraction is not None:
+        try:
+            # Not one too few by a rounding error. And whoever allows any has asked for one.
+            count = floor(policy.max_fraction * len(dataset) + 1e-6)
+            counts.append(max(count, 1 if policy.max_fraction > 0 else 0))
+        except TypeError:
+            if not counts:
+                raise ValueError(
+                    f"max_fraction needs the number of samples, but {type(dataset).__name__} has "
+                    "no len(). Use ReplaceBadSamples(max_fraction=None, max_count=...)."
+                ) from None
+    return min(counts) if counts else None
+
+
+def _plain(index: Any) -> int | str:
+    """An index as it is saved."""
+    if isinstance(index, str):
+        return index
+    try:
+        return operator.index(index)
+    except TypeError:
+        return repr(index)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # Its text is the user's code.
+        return type(error).__name__
+
+
+def path_of(dataset: Any, index: Any, error: BaseException | None = None) -> str | None:
+    """The file of a sample, if the exception or the dataset tells."""
+    try:
+        return _path_of(dataset, index, error)
+    except Exception:  # Attributes of those names may be anything.
+        return None
+
+
+def _path_of(dataset: Any, index: Any, error: BaseException | None) -> str | None:
+    for name in ("path", "filename"):
+        if isinstance(path := getattr(error, name, None), str | os.PathLike):
+            return os.fspath(path)
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset.
+        dataset, index = dataset.dataset, dataset.indices[index]
+    for name in ("samples", "imgs", "paths", "files"):
+        try:
+            found = getattr(dataset, name)[index]
+        except (AttributeError, TypeError, LookupError):
+            continue
+        if isinstance(found, tuple | list) and found:
+            found = found[0]
+        if isinstance(found, str | os.PathLike):
+            return os.fspath(found)
+    return None

@@ -1,0 +1,81 @@
+"""What a source of batches is, for the iterator that takes batches from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .._engine import Measurement
+from .._resume import Progress
+from .._settings import LoaderSettings
+
+__all__ = ["BatchSource", "Delivery", "Made", "not_stop_iteration"]
+
+
+class Delivery(Protocol):
+    """A batch, or the error that it ended in. Both count as delivered."""
+
+    @property
+    def position(self) -> Any:
+        """The number of the draw, or a worker's number and its bookmark."""
+
+    def result(self) -> Any:
+        """Return the batch, or raise its error. Can be called once."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from. It neither saves nor transfers: the iterator does."""
+
+    @property
+    def measurement(self) -> Measurement:
+        """The clocks of the epoch that runs."""
+
+    @property
+    def threads(self) -> list[threading.Thread]: ...
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can begin another epoch: not closed, and in the process that made it."""
+
+    receive: Callable[[Any], Any] | None
+    """What the loop's thread has to do with a batch, if it goes to a device."""
+
+    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
+        """Begin an epoch. The epoch before it, if it is not over, is abandoned."""
+
+    def next(self) -> Delivery:
+        """Return the next batch; raise StopIteration at the end of the epoch."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+class Made:
+    """A batch that has been made, or its error."""
+
+    __slots__ = ("_batch", "_error", "position")
+
+    def __init__(self, position: Any, batch: Any, error: BaseException | None = None) -> None:
+        self.position = position
+        self._batch = batch
+        self._error = error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # The traceback holds this frame.
+        batch, self._batch = self._batch, None
+        return batch
+
+
+def not_stop_iteration(error: BaseException) -> BaseException:
+    """Return the error; for a StopIteration, which would end the loop, a RuntimeError instead."""
+    if not isinstance(error, StopIteration):
+        return error
+    failure = RuntimeError(f"the dataset raised {error!r} where a sample was expected")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,338 @@
+"""Batches from worker threads in this process: from the settings to the stages of the engine."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Any, Final
+
+import torch
+
+from .._bad_samples import path_of, substitutes
+from .._dataset import Hooks
+from .._device import Transfer
+from .._engine import (
+    AsyncStage,
+    ExecutorStage,
+    InFlight,
+    IterableStage,
+    Measurement,
+    NotInTime,
+    OnSampleError,
+    PendingBatch,
+    Pipeline,
+    SampleStage,
+    ThreadStage,
+    TransferStage,
+)
+from .._randomness import KeyedHook, preserve_global_rng
+from .._resume import IterableProgress, Progress
+from .._settings import LoaderSettings
+from .._worker import WorkerSetup, datapipe_graph_lock
+from ._source import Delivery
+from ._torch_workers import TorchEpoch
+
+__all__ = ["ThreadSource"]
+
+_MIN_IO_WORKERS: Final = 8
+"""The least number of I/O workers. They wait most of the time, so more are needed than cores."""
+
+_NUM_AHEAD: Final = 2
+"""The number of batches on the device that the loop has not asked for: one to compute with next,
+and one that is being copied. More would only take memory from the model."""
+
+_INIT_SECONDS: Final = 0.5
+"""How long a worker's `worker_init_fn` keeps the next worker waiting. They run one after the other,
+because the generators that they may seed are shared; but one may wait for the others."""
+
+_MAX_LISTED: Final = 20
+"""The number of samples in flight that a timeout error lists."""
+_NUM_STACKS: Final = 3
+"""The number of those that are listed with their stack."""
+
+
+class ThreadSource:
+    """Batches from the engine's stages, with worker threads in this process.
+
+    The threads end when the iterator is collected. So neither this object nor a frame that is
+    entered to get a batch may refer to the iterator.
+    """
+
+    def __init__(self, settings: LoaderSettings) -> None:
+        self._transfer = None if settings.device is None else Transfer(settings.device)
+        self.receive: Callable[[Any], Any] | None = None
+        if self._transfer is not None:
+            self.receive = self._transfer.receive
+        self._epoch: TorchEpoch | None = None
+        self._pipeline: Pipeline
+
+    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
+        with datapipe_graph_lock(settings.dataset):
+            if self._epoch is None:
+                self._set_up(settings, progress)
+            else:
+                self._epoch.begin(settings, progress)
+        assert self._epoch is not None
+        self._worker_setup.shared_seed = self._epoch.shared_seed
+        self._worker_setup.progress = progress
+        self._pipeline.begin(self._epoch.draws)
+
+    def _set_up(self, settings: LoaderSettings, progress: Progress) -> None:
+        self._epoch = TorchEpoch(settings, progress)
+        self._dataset = self._epoch.dataset
+        self._timeout_seconds = settings.timeout
+        # Before the dataset is copied for the workers.
+        progress.restore_dataset(self._dataset, has_begun=True)
+        self._worker_setup = WorkerSetup.of(settings, self._epoch, self._transfer)
+        if isinstance(progress, IterableProgress):
+            progress.warn_of_skipping()
+        self._pipeline = _make_pipeline(settings, self._worker_setup)
+        self._epoch.draw_again(settings)
+
+    def close_with(self, holder: Any) -> Any:
+        """Close when the holder is collected. The holder has to keep what this returns."""
+        return self._pipeline.lifetime.close_with(holder)
+
+    @property
+    def measurement(self) -> Measurement:
+        return self._pipeline.measurement
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return self._pipeline.threads
+
+    @property
+    def is_usable(self) -> bool:
+        return self._pipeline.is_usable
+
+    def next(self) -> Delivery:
+        pipeline = self._pipeline
+        if not pipeline.is_started and pipeline.is_usable:
+            self._start()
+        try:
+            batch = pipeline.next(self._timeout_seconds or None)
+        except NotInTime:
+            raise RuntimeError(
+                f"DataLoader timed out after {self._timeout_seconds} seconds: no worker finished "
+                "the next batch. Raise timeout, or look for what blocks in the "
+                f"dataset.{_describe(pipeline.in_flight(), self._dataset)}"
+            ) from None
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _start(self) -> None:
+        # A thread that needs its number of intra-op threads for the first time takes the number
+        # that was last set anywhere. So this thread takes its own before the workers set theirs,
+        # and sets it again afterwards, for the threads to come.
+        num_threads = torch.get_num_threads()
+        # In a forked child the first call that sets it makes torch's thread pool again, and one
+        # that comes meanwhile finds none and fails.
+        torch.set_num_threads(num_threads)
+        try:
+            if self._worker_setup.worker_init_fn is not None:
+                with preserve_global_rng():
+                    self._pipeline.start(_INIT_SECONDS)
+            else:
+                self._pipeline.start()
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+def _describe(in_flight: list[InFlight], dataset: Any) -> str:
+    """Return what the workers are doing, in words."""
+    lines = []
+    for number, item in enumerate(in_flight[:_MAX_LISTED]):
+        if item.slot is None:
+            what = f"batch {item.record.number}"
+        else:
+            what = f"sample index {item.index!r} (batch {item.record.number})"
+            if (path := path_of(dataset, item.index)) is not None:
+                what = f"{what}, {path},"
+        lines.append(f"  {what} in the {item.stage} stage for {item.seconds:.1f} s")
+        if number < _NUM_STACKS:
+            lines += [f"    {line}" for text in item.lines for line in text.splitlines()]
+    if len(in_flight) > _MAX_LISTED:
+        lines.append(f"  … {len(in_flight)} in all")
+    return "\nIn flight, the oldest first:\n" + "\n".join(lines) if lines else ""
+
+
+# -- which stages a loader has --------------------------------------------------------------------
+
+
+def _make_pipeline(settings: LoaderSettings, worker_setup: WorkerSetup) -> Pipeline:
+    transfer = None
+    if worker_setup.transfer is not None:
+        transfer = TransferStage(
+            "transfer",
+            worker_setup.transfer_worker,
+            num_ahead=_NUM_AHEAD,
+            in_order=settings.in_order,
+        )
+    if settings.is_iterable:
+        worker_setup.num_workers = settings.num_workers
+        stage = IterableStage(
+            "iterate",
+            settings.num_workers,
+            worker_setup.iterable_worker,
+            worker_setup.first_worker,
+            transfer_stage=transfer,
+        )
+        return _pipeline(settings, [stage], transfer, num_in_flight=0)
+
+    hooks = worker_setup.hooks_of(worker_setup.dataset)
+    on_sample_error = (
+        _Replacement(worker_setup) if worker_setup.bad_sample_policy.replaces else None
+    )
+    num_cpu_workers = settings.num_cpu_workers or settings.num_workers
+    cpu_ids = range(num_cpu_workers)
+    takes_executor = settings.preprocess_executor is not None and hooks.preprocess is not None
+    preprocess = ThreadStage(
+        "collate" if takes_executor or hooks.preprocess is None else "preprocess",
+        cpu_ids,
+        worker_setup.preprocess_worker,
+        is_first=hooks.load is None,
+        takes_whole_batch=hooks.preprocess_takes_batch,
+        transfer_stage=transfer,
+        on_sample_error=on_sample_error,
+        is_watched=settings.timeout > 0,
+    )
+    stages: list[Any] = [preprocess]
+    worker_setup.num_workers = num_cpu_workers
+    if takes_executor:
+        stages.insert(
+            0, _executor_stage(settings, worker_setup, hooks, preprocess, on_sample_error)
+        )
+    if hooks.load is None:
+        if on_sample_error is not None:
+            on_sample_error.set_first_stage(stages[0])
+        return _pipeline(settings, stages, transfer, num_in_flight=0)
+
+    num_io_workers = settings.num_io_workers or max(_MIN_IO_WORKERS, 2 * settings.num_workers)
+    next_stage = None if hooks.preprocess is None else stages[0]
+    load_args: dict[str, Any] = {
+        "takes_whole_batch": hooks.load_takes_batch,
+        "next_stage": next_stage,
+        "collate_stage": preprocess,
+        "on_sample_error": on_sample_error,
+    }
+    if hooks.load_is_async:
+        load: Any = AsyncStage(
+            "load",
+            num_cpu_workers,
+            num_io_workers,
+            worker_setup.async_load_worker,
+            settings.event_loop,
+            **load_args,
+        )
+        worker_setup.num_workers += 1
+    else:
+        io_ids = range(num_cpu_workers, num_cpu_workers + num_io_workers)
+        load = ThreadStage(
+            "load",
+            io_ids,
+            worker_setup.load_worker,
+            is_first=True,
+            is_watched=settings.timeout > 0,
+            **load_args,
+        )
+        worker_setup.num_workers += num_io_workers
+    if on_sample_error is not None:
+        on_sample_error.set_first_stage(load)
+    num_in_flight = _num_to_keep_busy(settings, hooks, num_io_workers)
+    return _pipeline(settings, [load, *stages], transfer, num_in_flight)
+
+
+class _Replacement:
+    """Has another sample made in the place of one that failed."""
+
+    def __init__(self, worker_setup: WorkerSetup) -> None:
+        self._bad_sample_policy = worker_setup.bad_sample_policy
+        self._dataset = worker_setup.dataset
+        self._first_stage: Callable[[], SampleStage | None] = lambda: None
+
+    def set_first_stage(self, stage: SampleStage) -> None:
+        # Weakly: the stage refers to this.
+        self._first_stage = weakref.ref(stage)
+
+    def __call__(
+        self, record: PendingBatch, slot: int, stage: str, error: BaseException
+    ) -> BaseException | None:
+        failure = self._bad_sample_policy.record(record.indices[slot], self._dataset, stage, error)
+        if failure is not None:
+            failure.__cause__ = error
+            return failure
+        if slot not in record.substitutes:
+            record.substitutes[slot] = substitutes(record.originals, slot, record.before)
+        first_stage = self._first_stage()
+        if not record.substitutes[slot] or first_stage is None:
+            return error
+        record.indices[slot] = record.substitutes[slot].pop(0)
+        first_stage.put(record, [slot])
+        return None
+
+
+def _num_to_keep_busy(settings: LoaderSettings, hooks: Hooks, num_io_workers: int) -> int:
+    """How many batches in flight keep the load stage's workers busy."""
+    if hooks.load_takes_batch:
+        return num_io_workers
+    if settings.batch_sampler is None:
+        return 2 * num_io_workers
+    batch_size = getattr(settings.batch_sampler, "batch_size", None)
+    return ceil(2 * num_io_workers / batch_size) if isinstance(batch_size, int) else 0
+
+
+def _executor_stage(
+    settings: LoaderSettings,
+    worker_setup: WorkerSetup,
+    hooks: Hooks,
+    collate_stage: ThreadStage,
+    on_sample_error: OnSampleError | None,
+) -> ExecutorStage:
+    assert settings.preprocess_executor is not None
+    assert hooks.preprocess is not None
+    try:
+        return ExecutorStage(
+            "preprocess",
+            settings.preprocess_executor,
+            KeyedHook(hooks.preprocess),
+            is_first=hooks.load is None,
+            takes_whole_batch=hooks.preprocess_takes_batch,
+            collate_stage=collate_stage,
+            label=worker_setup.label,
+            on_sample_error=on_sample_error,
+        )
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"preprocess_executor needs a dataset that can be pickled: {error}. Define its class "
+            "and functions at the top level of a module, and open handles when first used."
+        ) from error
+
+
+def _pipeline(
+    settings: LoaderSettings,
+    stages: list[Any],
+    transfer: TransferStage | None,
+    num_in_flight: int,
+) -> Pipeline:
+    """A pipeline whose window is as wide as torch's, or as the load stage needs to keep busy."""
+    capacity = settings.buffer_size
+    if capacity is None:
+        assert settings.prefetch_factor is not None
+        capacity = max(settings.prefetch_factor * settings.num_workers, num_in_flight)
+    return Pipeline(
+        stages[0],
+        stages if transfer is None else [*stages, transfer],
+        last_stage=transfer,
+        capacity=capacity,
+        in_order=settings.in_order,
+        batched=settings.batched,
+        locate=partial(path_of, settings.dataset),
+    )

@@ -1,0 +1,246 @@
+"""What is torch's own: the draws that begin an epoch, and worker processes.
+
+This is the only module that knows torch's private iterators.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+)
+
+from .._device import transfer
+from .._engine import Measurement
+from .._randomness import KeyedIterable, show_dataset
+from .._resume import IterableProgress, MapProgress, Progress
+from .._samples import keyed_collate, keyed_dataset, keyed_draws
+from .._settings import LoaderSettings
+from ._source import Delivery, Made
+
+__all__ = ["TorchEpoch", "TorchWorkersSource"]
+
+
+class _LoaderView:
+    """The settings under the names that torch's iterators look for in a loader."""
+
+    def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
+        self._settings = settings
+        self._dataset_kind = _DatasetKind.Iterable if settings.is_iterable else _DatasetKind.Map
+        self._IterableDataset_len_called = settings.reported_length
+        self._auto_collation = settings.batched
+        self._index_sampler = progress
+        self.generator = settings.generator
+        if progress.was_drawn:
+            # The epoch is resumed: its seeds are known, and the generator must not be advanced.
+            self.generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._settings, name)
+
+
+class _SeedsOfProgress(_BaseDataLoaderIter):
+    """Takes the seeds that torch draws for an epoch, unless the progress has restored them.
+
+    torch's constructors hand the seeds to worker processes before they return. So they are
+    replaced on the way into the attribute.
+    """
+
+    progress: Progress
+    """Set before torch's constructor is called."""
+
+    @property
+    def _base_seed(self) -> int:
+        return self.progress.seed_of_workers
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        self.progress.take_base_seed(int(drawn))
+
+    @property
+    def _shared_seed(self) -> int | None:
+        return self._drawn_shared_seed
+
+    @_shared_seed.setter
+    def _shared_seed(self, drawn: int | None) -> None:
+        self._drawn_shared_seed = drawn
+        if isinstance(self.progress, IterableProgress):
+            self._drawn_shared_seed = self.progress.take_shared_seed(drawn)
+
+
+class TorchEpoch(_SeedsOfProgress):
+    """What torch draws and decides when it makes an iterator: seeds, pinned memory, sharding."""
+
+    def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
+        self.progress = progress
+        super().__init__(_LoaderView(settings, progress))  # type: ignore[arg-type]
+
+    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
+        """Draw what the next epoch of persistent workers needs."""
+        self.progress = progress
+        self._index_sampler = progress
+        self._reset(_LoaderView(settings, progress))
+
+    def draw_again(self, settings: LoaderSettings) -> None:
+        """Draw the seed of datapipes once more, as torch does when workers start."""
+        if isinstance(self._dataset, IterDataPipe):
+            self._reset(_LoaderView(settings, self.progress), first_iter=True)
+
+    @property
+    def dataset(self) -> Any:
+        return self._dataset
+
+    @property
+    def base_seed(self) -> int:
+        return self._base_seed
+
+    @property
+    def shared_seed(self) -> int | None:
+        return self._shared_seed
+
+    @property
+    def draws(self) -> Iterator[Any]:
+        return iter(self._sampler_iter)
+
+    @property
+    def pin_device(self) -> str | None:
+        """The kind of device that batches are pinned for; None if they are not pinned."""
+        return self._pin_memory_device if self._pin_memory else None
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The number of ranks and the number of this one."""
+        return self._world_size, self._rank
+
+
+class _Draws:
+    """The progress of a seeded epoch as an index sampler: each draw comes with its keys."""
+
+    def __init__(self, progress: MapProgress, *, batched: bool) -> None:
+        self._progress = progress
+        self._batched = batched
+
+    def __iter__(self) -> Iterator[Any]:
+        return keyed_draws(self._progress, batched=self._batched, is_seeded=True)
+
+
+class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
+    """torch's iterator over worker processes."""
+
+    def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
+        self.progress = progress
+        self._settings = settings
+        super().__init__(_LoaderView(settings, progress))
+
+    @property
+    def _index_sampler(self) -> Any:
+        if self._settings.is_seeded and isinstance(self.progress, MapProgress):
+            return _Draws(self.progress, batched=self._settings.batched)
+        return self.progress
+
+    @_index_sampler.setter
+    def _index_sampler(self, sampler: Any) -> None:
+        pass  # It follows from the progress of the epoch.
+
+    @property
+    def _worker_init_fn(self) -> Any:
+        return self._init_fn_of_workers
+
+    @_worker_init_fn.setter
+    def _worker_init_fn(self, worker_init_fn: Any) -> None:
+        # torch sets this last of all that it hands to the worker processes.
+        if self._settings.is_seeded:
+            worker_init_fn = partial(show_dataset, worker_init_fn)
+            if isinstance(self.progress, IterableProgress):
+                base_seed, epoch = self.progress.base_seed, self.progress.epoch
+                self._dataset = KeyedIterable(self._dataset, base_seed, epoch)
+            else:
+                self._dataset = keyed_dataset(self._dataset, batched=self._auto_collation)
+                self._collate_fn = keyed_collate(self._collate_fn)
+        self._init_fn_of_workers = worker_init_fn
+
+    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
+        self.progress = progress
+        self._reset(_LoaderView(settings, progress))
+
+    def next_batch(self) -> Any:
+        return self._next_data()  # type: ignore[no-untyped-call]
+
+    @property
+    def num_received(self) -> int:
+        return int(self._rcvd_idx)
+
+    def close(self) -> None:
+        self._shutdown_workers()
+
+
+class TorchWorkersSource:
+    """Batches from torch's worker processes."""
+
+    def __init__(self, settings: LoaderSettings) -> None:
+        self._workers: _Workers | None = None
+        self._num_delivered = 0
+        self._is_closed = False
+        device = settings.device
+        self.receive: Callable[[Any], Any] | None = None
+        if device is not None:
+            self.receive = partial(transfer, device=device)
+        assert settings.prefetch_factor is not None
+        self._window = settings.prefetch_factor * settings.num_workers
+        self.measurement = Measurement("multiprocessing", window=self._window)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return []
+
+    @property
+    def processes(self) -> list[Any]:
+        return [] if self._workers is None else self._workers._workers
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._is_closed
+
+    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
+        self._num_delivered = 0
+        self.measurement = Measurement("multiprocessing", window=self._window)
+        progress.restore_dataset(settings.dataset, has_begun=True)
+        if self._workers is None:
+            self._workers = _Workers(settings, progress)
+        else:
+            self._workers.begin(settings, progress)
+        progress.has_drawn = True  # The processes are at work already.
+        if isinstance(progress, IterableProgress):
+            for _ in range(progress.num_to_read_again()):
+                self._workers.next_batch()
+
+    def next(self) -> Delivery:
+        if self._is_closed:
+            raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+        assert self._workers is not None
+        num_received = self._workers.num_received
+        batch, failure = None, None
+        try:
+            batch = self._workers.next_batch()
+        except StopIteration:
+            raise
+        except Exception as error:
+            if self._workers.num_received == num_received:
+                raise  # A timeout: the batch may still come.
+            failure = error
+        number = self._num_delivered
+        self._num_delivered += 1
+        return Made(number, batch, failure)
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._workers is not None:
+            self._workers.close()

@@ -1,0 +1,37 @@
+"""The tiers of the tests: what `pytest` runs, and what only `pytest -m exhaustive` runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def pairwise(*axes: Iterable[Any]) -> list[Any]:
+    """Return all combinations of the axes, as parameters for `pytest.mark.parametrize`.
+
+    The default tier runs enough of them for every pair of values of two axes to meet at least
+    once. The others are marked `exhaustive`.
+    """
+    met: set[tuple[int, int, int, int]] = set()
+    cases = []
+    for row in itertools.product(*(list(enumerate(axis)) for axis in axes)):
+        places = [place for place, _ in row]
+        pairs = {
+            (first, places[first], second, places[second])
+            for first, second in itertools.combinations(range(len(row)), 2)
+        } or {(0, places[0], 0, places[0])}
+        marks = [pytest.mark.exhaustive] if pairs <= met else []
+        met |= pairs
+        cases.append(pytest.param(*(value for _, value in row), marks=marks))
+    return cases
+
+
+def sampled(values: Iterable[Any], every: int) -> list[Any]:
+    """Return all values as parameters; the default tier runs the first of every so many."""
+    return [
+        pytest.param(value, marks=[pytest.mark.exhaustive] if place % every else [])
+        for place, value in enumerate(values)
+    ]

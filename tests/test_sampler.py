@@ -534,6 +534,50 @@ def test_a_rank_outside_an_explicit_world_size_is_explained(monkeypatch):
         RANDOM(world_size=2)
 
 
+# -- torch's names --------------------------------------------------------------------------------
+
+
+@BOTH
+def test_num_replicas_is_the_world_size(cls):
+    """A script that passes torch's arguments needs no change."""
+    assert ranks_of(cls(SIZE, num_replicas=3, rank=2)) == (2, 3)
+    assert ranks_of(cls(SIZE, num_replicas=3, world_size=3, rank=2)) == (2, 3)
+
+
+@BOTH
+@pytest.mark.parametrize(("drop_last", "tail"), [(True, "drop"), (False, "pad")])
+def test_drop_last_sets_the_tail(cls, drop_last, tail):
+    """The two values of torch's argument are two of the three tails."""
+    ranks = {"rank": 1, "world_size": 4}
+    sampler = cls(SIZE, **ranks, drop_last=drop_last)
+    assert (sampler.tail, sampler.drop_last) == (tail, drop_last)
+    assert list(sampler) == list(cls(SIZE, **ranks, tail=tail))
+    assert cls(SIZE, drop_last=drop_last, tail=tail).tail == tail
+
+
+@BOTH
+def test_keep_is_not_drop_last(cls):
+    """With tail="keep" nothing is dropped."""
+    assert cls(SIZE, tail="keep", drop_last=False).tail == "keep"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_replicas": 3, "world_size": 2}, "world_size=2 and num_replicas=3 .* Pass one of"),
+        ({"drop_last": True, "tail": "pad"}, "tail='pad' and drop_last=True .* Pass one of them"),
+        ({"drop_last": True, "tail": "keep"}, "tail='keep' and drop_last=True .* Pass one of"),
+        ({"drop_last": False, "tail": "drop"}, "tail='drop' and drop_last=False .* Pass one of"),
+        ({"num_replicas": 0}, "num_replicas must be at least 1, got 0. Leave it out"),
+    ],
+)
+def test_contradicting_names_are_refused(cls, arguments, words):
+    """The error names both arguments and says to pass one of them."""
+    with pytest.raises(ValueError, match=words):
+        cls(SIZE, **arguments)
+
+
 # -- senseless arguments --------------------------------------------------------------------------
 
 

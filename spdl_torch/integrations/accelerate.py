@@ -276,9 +276,9 @@ def _check_not_distributed(sampler: Any) -> None:
             raise ValueError(
                 f"the {type(layer).__name__} of this DataLoader gives each of {num_parts} "
                 "processes its part of the samples, and accelerate would divide that part again: "
-                "most samples would never be used. Use shuffle=True, or another sampler that yields all "
-                "indices on all processes, and let accelerate divide them. Or do not prepare the "
-                "loader, and pass device=accelerator.device to it."
+                "most samples would never be used. Use shuffle=True, or another sampler that "
+                "yields all indices on all processes, and let accelerate divide them. Or do not "
+                "prepare the loader, and pass device=accelerator.device to it."
             )
 
 

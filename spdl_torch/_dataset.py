@@ -49,7 +49,8 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
             raise NotImplementedError(
                 f"{type(self).__name__} needs a load(index) or a load_many(indices) method."
             )
-        return _only(finished(self.load_many([index])))
+        (raw,) = finished(self.load_many([index]))
+        return raw
 
     load_many: Callable[[Any], Any] | None = None
     """I/O, instead of `load`: return the raw forms of a whole batch, in the order of the indices.
@@ -197,10 +198,9 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
         return Hooks(
             load_many, preprocess, load_is_async=_is_async(load_many), load_takes_batch=True
         )
-    if load_many is not None and getattr(dataset.load, "__func__", None) is StagedDataset.load:
-        is_async = _is_async(load_many)
-        one_of_many = _load_one_of_many_async if is_async else _load_one_of_many
-        return Hooks(partial(one_of_many, load_many), preprocess, load_is_async=is_async)
+    has_default_load = getattr(dataset.load, "__func__", None) is StagedDataset.load
+    if has_default_load and _is_async(load_many):
+        return Hooks(partial(_load_one_of_many, load_many), preprocess, load_is_async=True)
     return Hooks(dataset.load, preprocess, load_is_async=_is_async(dataset.load))
 
 
@@ -247,17 +247,9 @@ def _getitem_of(dataset: Any) -> Hook:
     return getattr(dataset, "__getitem__", None) or partial(getitem, dataset)
 
 
-def _load_one_of_many(load_many: Hook, index: Any) -> Any:
-    return _only(load_many([index]))
-
-
-async def _load_one_of_many_async(load_many: Hook, index: Any) -> Any:
-    return _only(await load_many([index]))
-
-
-def _only(results: Any) -> Any:
-    (result,) = results
-    return result
+async def _load_one_of_many(load_many: Any, index: Any) -> Any:
+    (raw,) = await load_many([index])
+    return raw
 
 
 def _is_async(function: Any) -> bool:

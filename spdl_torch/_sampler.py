@@ -57,9 +57,11 @@ class GlobalSampler(DistributedSampler[Any]):
             num_replicas=world_size,
             rank=rank,
             shuffle=shuffle,
-            seed=_checked_seed(seed),
+            seed=_checked_int("seed", seed, at_least=0),
             drop_last=tail == "drop",
         )
+        if self.seed >= 1 << 64:
+            raise ValueError(f"seed must be below 2**64, got {seed}.")
         self.tail: Tail = tail
         self.num_indices = num_indices
         self.num_draws = num_indices
@@ -359,13 +361,6 @@ def _checked_size(size: Any) -> int:
     if size == 0:
         raise ValueError("size must be at least 1: an empty dataset has nothing to draw.")
     return _checked_int("size", size, at_least=1, hint="Pass a number, or the dataset.")
-
-
-def _checked_seed(seed: Any) -> int:
-    number = _checked_int("seed", seed, at_least=0)
-    if number >= 1 << 64:
-        raise ValueError(f"seed must be below 2**64, got {number}.")
-    return number
 
 
 def _checked_count(name: str, value: Any) -> int:

@@ -27,9 +27,14 @@ class EventLoop:
         return EventLoop, ()
 
     def take(self) -> asyncio.AbstractEventLoop:
-        if self._idle and self._idle[-1][1] != os.getpid():
-            _close_all(self._idle)  # Inherited by a fork.
-        return self._idle.pop()[0] if self._idle else asyncio.new_event_loop()
+        try:
+            loop, process_id = self._idle.pop()
+        except IndexError:
+            return asyncio.new_event_loop()
+        if process_id == os.getpid():
+            return loop
+        close_or_keep(loop, process_id)  # Inherited by a fork.
+        return self.take()
 
     def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
         self._idle.append((loop, os.getpid()))

@@ -43,7 +43,12 @@ NEEDED = {
 }
 """Packages that examples need and spdl_torch does not."""
 
-QUICK = {"replace_torch_loader.py", "staged_dataset.py", "train_on_device.py"}
+QUICK = {
+    "replace_torch_loader.py",
+    "resume_training.py",
+    "staged_dataset.py",
+    "train_on_device.py",
+}
 """The examples of the default tier."""
 
 

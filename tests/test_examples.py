@@ -43,12 +43,7 @@ NEEDED = {
 }
 """Packages that examples need and spdl_torch does not."""
 
-QUICK = {
-    "replace_torch_loader.py",
-    "resume_training.py",
-    "staged_dataset.py",
-    "train_on_device.py",
-}
+QUICK = {"replace_torch_loader.py", "staged_dataset.py"}
 """The examples of the default tier."""
 
 

@@ -180,10 +180,11 @@ class Window:
     def _take_finished(self) -> PendingBatch | None:
         """Take the batch that can be delivered now out of the window."""
         pending = self._pending
-        while pending and pending[0].is_exhausted:
+        # A worker sets `is_exhausted` before `is_finished`, so look at them the other way round.
+        while pending and pending[0].is_finished and pending[0].is_exhausted:
             pending.popleft()
         if self._in_order:
-            return pending.popleft() if pending and pending[0].is_finished else None
+            return pending.popleft() if pending and self._first_finished(1) == 0 else None
         place = self._first_finished(len(pending))
         # Batches of one worker with its own iterator come in their order: one that was unfinished
         # when it was passed over may have finished since, before the one that was found.

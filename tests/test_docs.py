@@ -263,7 +263,6 @@ NOT_PLAIN_YET = {
     "spdl_torch/_cli",
     "spdl_torch/_dataloader.py",
     "spdl_torch/_device",
-    "spdl_torch/_engine",
     "spdl_torch/_profiling",
     "spdl_torch/_randomness",
     "spdl_torch/_resume",

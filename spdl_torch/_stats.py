@@ -1,208 +1,124 @@
-"""What a loader has measured: frozen snapshots, each figure with what to conclude from it."""
+"""Statistics of a loader: frozen snapshots, each figure with the conclusion to draw from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import os
+import textwrap
+import time
 from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 from torch import Tensor
-from torch._utils import cpu_count
 
 from ._bad_samples import BadSamplePolicy
 from ._engine import Measurement, Reading, upper_seconds
+from ._figures import LoopStats, StageName, StageStats, WorkerKind
+from ._text import aligned, duration, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
-__all__ = ["LoaderStats", "LoopStats", "StageStats", "num_bytes_of", "stats_of"]
+__all__ = ["COLUMNS", "LoaderStats", "StatsLog", "num_bytes_of", "num_cores", "stats_of"]
 
-_MIDDLE_OF_BUCKET = 2 ** (-1 / 16)
-"""A bucket is an eighth of an octave wide."""
+COLUMNS = 100
+"""Maximal width of a printed table."""
+
+_HEADER = ["stage", "width", "unit", "per s", "busy", "cores", "mean", "p50", "p99"]
+_BATCH_STAGES = ("collate", "transfer")
+"""The stages that process whole batches."""
 
 _MAX_OBJECTS = 256
-"""Of a batch that are looked at for their size. One made of many more is not made of tensors."""
+"""Objects of a batch whose size is asked for. A batch of many more does not consist of tensors."""
 _WITHOUT_SIZE = (str, bytes, int, float, bool, type(None))
 
-
-@dataclass(frozen=True)
-class StageStats:
-    """One stage during an epoch, its workers added up."""
-
-    name: str
-    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
-    that is not split into stages does all its work in `preprocess`."""
-    width: int | None
-    """How many samples it can work at at a time; None if its executor does not say. `collate` is
-    done by the workers of the stage before it."""
-    elapsed_seconds: float
-    """Of the epoch so far. All seconds below are of all workers, up to `width` times as many."""
-    num_samples: int
-    """That it is done with (batches, for `collate` and `transfer`)."""
-    busy_seconds: float
-    """Spent at samples, by the clock on the wall. Near `width × elapsed_seconds`: this stage is
-    what the others wait for."""
-    cpu_seconds: float
-    """Of the busy ones, those in which a core was at work for it."""
-    queued_seconds: float
-    """Of the busy ones, those in which it could have gone on, but all cores were taken: too many
-    threads, or other programs. What is left of `busy_seconds` is waiting for I/O or for the
-    interpreter's lock. (On Linux; elsewhere 0.)"""
-    starved_seconds: float
-    """Spent without work while the stage before it had some. Much: look at that one."""
-    blocked_seconds: float
-    """Spent without work because enough batches are under way. Much: this stage is quick enough."""
-    num_in_flight: int
-    """Samples that are being worked at now (batches, for `collate` and `transfer`)."""
-    mean_seconds: float
-    """Per sample; per batch for `collate` and `transfer`."""
-    p50_seconds: float
-    p99_seconds: float
-    """Far more than `p50_seconds`: a few slow samples hold up their batches. A larger `buffer_size`
-    or `in_order=False` lets others go on. (Of samples that take less than a fifth of a millisecond
-    only the mean of one batch in sixteen is measured.)"""
-    histogram: tuple[tuple[float, int], ...] = dataclasses.field(repr=False)
-    """How many took at most so many seconds and more than the line before says."""
-    workers: str = "thread"
-    """Who they are: `thread`, `async` for the calls on an event loop, or `executor`."""
-
-    @property
-    def samples_per_second(self) -> float:
-        return _ratio(self.num_samples, self.elapsed_seconds)
-
-    @property
-    def num_busy(self) -> float:
-        """How many workers were busy, on average."""
-        num_busy = _ratio(self.busy_seconds, self.elapsed_seconds)
-        # What they were at when the epoch was broken off, they may have gone on with.
-        return num_busy if self.width is None else min(num_busy, float(self.width))
-
-    @property
-    def utilisation(self) -> float:
-        """The share of its workers' time in which they were busy; 0 if its width is not known."""
-        return _ratio(self.num_busy, self.width or 0)
-
-
-@dataclass(frozen=True)
-class LoopStats:
-    """The training loop during an epoch."""
-
-    num_batches: int
-    """That it has got."""
-    waited_seconds: float
-    """Spent in `next()`: what the loader costs the loop."""
-    first_wait_seconds: float
-    """Of those, the ones until the first batch came."""
-    step_seconds: float
-    """Spent with the batches, outside of `next()`. A step counts when it is done."""
-    wake_seconds: float
-    """Mean time from a batch being ready to the waiting loop going on. Near five milliseconds or
-    more, Python's switch interval: other threads hold the interpreter's lock."""
-
-    @property
-    def waited_share(self) -> float:
-        """The share of the epoch spent waiting, after the first batch."""
-        waited = self.waited_seconds - self.first_wait_seconds
-        return _ratio(waited, waited + self.step_seconds)
-
-    @property
-    def batches_per_second(self) -> float:
-        """After the first batch."""
-        seconds = self.waited_seconds - self.first_wait_seconds + self.step_seconds
-        return _ratio(self.num_batches - 1, seconds)
+_logger = logging.getLogger("spdl_torch")
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """A loader during its last epoch, or the one that runs now."""
+    """A loader during its last epoch, or during the one that runs now.
 
-    kind: str
-    """Who works: `thread`, `multiprocessing`, or `caller` with `num_workers=0`. Only threads are
-    measured stage by stage."""
+    `print(loader.stats())` prints the verdict and a table.
+
+    Examples:
+        >>> with DataLoader(range(100), batch_size=10, num_workers=2) as loader:
+        ...     for batch in loader:
+        ...         stats = loader.stats()
+        >>> stats.loop.num_batches, stats.stage("preprocess").width
+        (10, 2)
+
+    """
+
+    __module__ = "spdl_torch"
+
+    kind: Literal["thread", "multiprocessing", "caller"]
+    """Where samples are loaded: worker threads, worker processes, or the calling thread
+    (`num_workers=0`). Only threads are measured stage by stage."""
     is_running: bool
     """The epoch is not over; a later snapshot will say more."""
     elapsed_seconds: float
-    """From the first `next()` to the end of the epoch, or to now."""
+    """Time from the first `next()` to the end of the epoch, or to now."""
     stages: tuple[StageStats, ...]
     """First to last."""
     loop: LoopStats
     window: int
     """How many batches may be in flight."""
     num_ready: int
-    """Batches that wait for the loop now. Near `window`: the loop is slower than the loader."""
+    """Batches that are ready for the loop now. Near `window`: the loop is slower than the
+    loader."""
     num_bytes: int
-    """Of the tensors and arrays in the batches that the loop has got."""
+    """Size of the tensors and arrays in the batches that the loop has received."""
     num_bad_samples: int
-    """Replaced, in the whole life of the loader."""
+    """Samples replaced, in the whole life of the loader."""
     num_retries: int
     num_cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     cpu_seconds: float = 0.0
-    """Of the whole process, the training loop included."""
+    """CPU time of the whole process, the training loop included."""
 
     def __str__(self) -> str:
-        from ._profiling._table import stats_table  # noqa: PLC0415 (which shows more than this)
-
-        return stats_table(self)
+        verdict = self.verdict
+        lines = textwrap.wrap(verdict.sentence, COLUMNS) + textwrap.wrap(verdict.advice, COLUMNS)
+        if self.stages:
+            lines += ["", *aligned([_HEADER, *map(_row, self.stages)])]
+        return "\n".join([*lines, "", *_loop_lines(self)])
 
     @property
     def verdict(self) -> Verdict:
-        """Which stage bounds the loop, and what to change."""
+        """Which stage limits the throughput, and what to change."""
         return verdict_on(self)
 
-    def stage(self, name: str) -> StageStats | None:
+    def stage(self, name: StageName) -> StageStats | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
-        stages = [
-            dataclasses.asdict(stage)
-            | {
-                "samples_per_second": stage.samples_per_second,
-                "num_busy": stage.num_busy,
-                "utilisation": stage.utilisation,
-            }
-            for stage in self.stages
-        ]
-        loop = dataclasses.asdict(self.loop) | {
-            "waited_share": self.loop.waited_share,
-            "batches_per_second": self.loop.batches_per_second,
-        }
+        """Return plain types, for JSON."""
         return dataclasses.asdict(self) | {
-            "stages": stages,
-            "loop": loop,
+            "stages": [_with_properties(stage) for stage in self.stages],
+            "loop": _with_properties(self.loop),
             "verdict": dataclasses.asdict(self.verdict),
         }
 
 
-def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
-    filled = [n for n, count in enumerate(reading.counts) if count > 0]
-    buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
-    histogram = [(upper_seconds(n), reading.counts[n]) for n in buckets]
-    return StageStats(
-        name=reading.name,
-        width=reading.width,
-        elapsed_seconds=elapsed_seconds,
-        num_samples=reading.num_samples,
-        busy_seconds=reading.busy_seconds,
-        cpu_seconds=reading.cpu_seconds,
-        queued_seconds=reading.queued_seconds,
-        starved_seconds=reading.starved_seconds,
-        blocked_seconds=reading.blocked_seconds,
-        num_in_flight=reading.num_in_flight,
-        mean_seconds=_ratio(reading.busy_seconds, reading.num_samples),
-        p50_seconds=_quantile(histogram, 0.5),
-        p99_seconds=_quantile(histogram, 0.99),
-        histogram=tuple(histogram),
-        workers=reading.workers,
-    )
+def _with_properties(figures: StageStats | LoopStats) -> dict[str, Any]:
+    names = [name for name, value in vars(type(figures)).items() if isinstance(value, property)]
+    return dataclasses.asdict(figures) | {name: getattr(figures, name) for name in names}
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def stats_of(measurement: Measurement, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
     elapsed_seconds, cpu_seconds, consumer, stages = measurement.read()
     return LoaderStats(
-        kind=measurement.kind,
+        kind=measurement.kind,  # type: ignore[arg-type]
         is_running=measurement.is_running,
         elapsed_seconds=elapsed_seconds,
         stages=tuple(_stage_stats(reading, elapsed_seconds) for reading in stages),
@@ -218,13 +134,97 @@ def stats_of(measurement: Measurement, bad_sample_policy: BadSamplePolicy) -> Lo
         num_bytes=consumer.num_bytes,
         num_bad_samples=len(bad_sample_policy.bad_samples),
         num_retries=bad_sample_policy.num_retries,
-        num_cores=cpu_count() or 1,
+        num_cores=num_cores(),
         cpu_seconds=cpu_seconds,
     )
 
 
+def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
+    filled = [n for n, count in enumerate(reading.counts) if count > 0]
+    buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
+    return StageStats(
+        name=cast("StageName", reading.name),
+        width=reading.width,
+        elapsed_seconds=elapsed_seconds,
+        num_samples=reading.num_samples,
+        busy_seconds=reading.busy_seconds,
+        cpu_seconds=reading.cpu_seconds,
+        queued_seconds=reading.queued_seconds,
+        num_in_flight=reading.num_in_flight,
+        histogram=tuple((upper_seconds(n), reading.counts[n]) for n in buckets),
+        workers=cast("WorkerKind", reading.workers),
+    )
+
+
+# -- as text --------------------------------------------------------------------------------------
+
+
+def _row(stage: StageStats) -> list[str]:
+    times = (stage.mean_seconds, stage.p50_seconds, stage.p99_seconds)
+    return [
+        stage.name,
+        "?" if stage.width is None else str(stage.width),
+        "batch" if stage.name in _BATCH_STAGES else "sample",
+        number(stage.samples_per_second),
+        f"{stage.num_busy:.1f}",
+        f"{ratio(stage.cpu_seconds, stage.elapsed_seconds):.1f}",
+        *(duration(seconds) if stage.num_samples else "-" for seconds in times),
+    ]
+
+
+def _loop_lines(stats: LoaderStats) -> Iterator[str]:
+    loop = stats.loop
+    yield (
+        f"loop: {loop.num_batches} batches, {number(loop.batches_per_second)} batches/s, "
+        f"waited {percent(loop.waited_share)}, "
+        f"step {duration(ratio(loop.step_seconds, loop.num_batches))}"
+    )
+    yield (
+        f"      first batch after {duration(loop.first_wait_seconds)}, "
+        f"woken in {duration(loop.wake_seconds)}, {size(stats.num_bytes)} of batches"
+    )
+    if stats.num_bad_samples or stats.num_retries:
+        yield f"      {stats.num_bad_samples} bad samples replaced, {stats.num_retries} retries"
+
+
+def _log_line(stats: LoaderStats) -> str:
+    busy = []
+    for stage in stats.stages:
+        # Collate runs in the workers of another stage, so it has no width of its own.
+        has_width = stage.width is not None and stage.name != "collate"
+        busy.append(f"{stage.name} {stage.num_busy:.1f}" + (f"/{stage.width}" if has_width else ""))
+    if busy:
+        busy[0] += " busy"
+    parts = [
+        f"batch {stats.loop.num_batches}",
+        f"{number(stats.loop.batches_per_second)} batches/s",
+        f"waited {percent(stats.loop.waited_share)}",
+        *busy,
+        f"{stats.num_ready}/{stats.window} ready",
+    ]
+    return " · ".join(parts)
+
+
+class StatsLog:
+    """Logs one line of statistics at a batch, if the interval has passed since the last line."""
+
+    def __init__(self, interval_seconds: float, stats: Callable[[], LoaderStats]) -> None:
+        self._interval_seconds = interval_seconds
+        self._stats = stats
+        self._logged_at = time.monotonic()
+
+    def at_batch(self) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= self._interval_seconds:
+            self._logged_at = now
+            _logger.info("%s", _log_line(self._stats()))
+
+
+# -- the size of a batch --------------------------------------------------------------------------
+
+
 def num_bytes_of(batch: Any) -> int:
-    """How large the tensors and arrays in a batch are together."""
+    """Return the size of all tensors and arrays in a batch."""
     num_bytes = 0
     to_see = [batch]
     for value in itertools.islice(to_see, _MAX_OBJECTS):
@@ -234,7 +234,7 @@ def num_bytes_of(batch: Any) -> int:
                 num_bytes += value.nbytes
             else:
                 to_see += _parts_of(value, kind)
-        except Exception:  # It may be anything of the user's, and a figure is not worth an error.
+        except Exception:  # An object of the user may raise anything; a figure is not worth that.
             continue
     return num_bytes
 
@@ -243,22 +243,8 @@ def _parts_of(value: Any, kind: type) -> Iterable[Any]:
     if issubclass(kind, dict | UserDict):
         return list(value.values())
     if issubclass(kind, list | tuple):
-        # Many numbers or words have no tensor among them.
+        # A long list of numbers or words contains no tensor.
         return () if value and type(value[0]) in _WITHOUT_SIZE else value[:_MAX_OBJECTS]
     if dataclasses.is_dataclass(kind):
         return [getattr(value, field.name) for field in dataclasses.fields(kind)]
     return ()
-
-
-def _quantile(histogram: list[tuple[float, int]], share: float) -> float:
-    """The middle of the bucket that so large a share lies in or below."""
-    remaining = share * sum(count for _, count in histogram)
-    for seconds, count in histogram:
-        remaining -= count
-        if remaining <= 0:
-            return seconds * _MIDDLE_OF_BUCKET
-    return 0.0
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import json
 import multiprocessing
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
+import spdl_torch
 from spdl_torch import (
     CachedLoader,
     DataLoader,
@@ -29,6 +31,11 @@ from .datasets import Sharded, Squares, StagedMany
 
 SIZE = 80
 BATCH_SIZE = 4
+
+with_sweep = pytest.mark.parametrize(
+    "sweep", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
+)
+"""A sweep takes seconds: the default tier has it in one test."""
 
 
 class Slow(StagedDataset):
@@ -107,9 +114,10 @@ def test_the_spans_of_one_worker_do_not_overlap():
         {"dataset": Squares(SIZE), "persistent_workers": True, "shuffle": True},
     ],
 )
-def test_any_loader_can_be_profiled(arguments, tmp_path):
+@with_sweep
+def test_any_loader_can_be_profiled(arguments, sweep, tmp_path):
     loader = loader_of(**arguments)
-    profile = loader.profile(num_batches=1000)  # More than there are.
+    profile = loader.profile(num_batches=1000, sweep=sweep)  # More than there are.
     is_batched = arguments.get("batch_size", BATCH_SIZE) is not None
     assert profile.stats.loop.num_batches == (SIZE // BATCH_SIZE if is_batched else SIZE)
     assert profile.stats.verdict.kind in str(profile)
@@ -151,18 +159,19 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("profiled", ["before", "in mid-epoch"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_loader_goes_on_as_if_nothing_had_been(name, profiled):
+@with_sweep
+def test_the_loader_goes_on_as_if_nothing_had_been(name, profiled, sweep):
     def batches(is_profiled):
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         loader = loader_of(Squares(SIZE), **SAMPLERS[name]())
         if is_profiled and profiled == "before":
-            loader.profile(num_batches=3)
+            loader.profile(num_batches=3, sweep=sweep)
         iterator = iter(loader)
         found = [next(iterator).tolist()]
         if is_profiled and profiled == "in mid-epoch":
-            loader.profile(num_batches=3)
+            loader.profile(num_batches=3, sweep=sweep)
         found += [batch.tolist() for batch in iterator]
         found += [batch.tolist() for batch in loader]
         return found, float(torch.rand(())), float(np.random.rand()), random.random()
@@ -170,11 +179,12 @@ def test_the_loader_goes_on_as_if_nothing_had_been(name, profiled):
     assert batches(is_profiled=True) == batches(is_profiled=False)
 
 
-def test_the_statistics_and_the_state_of_the_loader_stay_its_own():
+@with_sweep
+def test_the_statistics_and_the_state_of_the_loader_stay_its_own(sweep):
     loader = loader_of(Squares(SIZE), seed=1, shuffle=True)
     list(loader)
     stats, state = loader.stats(), loader.state_dict()
-    loader.profile(num_batches=3)
+    loader.profile(num_batches=3, sweep=sweep)
     assert loader.stats() == stats
     assert loader.state_dict() == state
 
@@ -281,6 +291,7 @@ def test_who_wants_no_threads_has_none_in_the_sweep_either():
     assert dataset.threads == {threading.current_thread()}
 
 
+@pytest.mark.exhaustive
 def test_slow_samples_do_not_make_a_profile_endless():
     class Heavy(Squares):
         def __getitem__(self, index):
@@ -302,7 +313,7 @@ def test_no_batches_are_no_profile():
 # -- each stage by itself -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [Slow, SlowAsync])
+@pytest.mark.parametrize("cls", [Slow, pytest.param(SlowAsync, marks=pytest.mark.exhaustive)])
 def test_what_waits_rises_with_more_workers_and_what_holds_the_lock_does_not(cls):
     profile = loader_of(cls()).profile(num_batches=2)
     load, preprocess, collate = profile.scalings
@@ -316,6 +327,7 @@ def test_what_waits_rises_with_more_workers_and_what_holds_the_lock_does_not(cls
     assert collate.throughputs[0][1] > 1000
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_cannot_be_had_alone_has_no_figure():
     class Once(Slow):
         def __init__(self):
@@ -412,9 +424,9 @@ def test_a_cached_loader_is_as_long_as_it_is_told():
 
 
 def test_a_cached_loader_needs_a_length_and_a_batch():
-    with pytest.raises(TypeError, match="Give CachedLoader one: length=1000"):
+    with pytest.raises(TypeError, match="Pass one to CachedLoader, as in length=1000"):
         next(iter(CachedLoader((batch for batch in [1]), 1)))
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="num_batches must be at least 1, got 0"):
         CachedLoader([1], 0)
 
 
@@ -425,3 +437,30 @@ def test_a_cached_loader_has_what_its_loader_has():
     assert cached.batch_size == BATCH_SIZE
     with pytest.raises(AttributeError):
         _ = cached.nothing
+
+
+# -- examples -------------------------------------------------------------------------------------
+
+EXAMPLES = (
+    "CachedLoader",
+    "Headroom",
+    "LoaderStats",
+    "LoopStats",
+    "Profile",
+    "Scaling",
+    "Span",
+    "StageStats",
+    "Verdict",
+)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_of_class_runs(name):
+    """The example in the docstring of a public class prints what it says."""
+    cls = getattr(spdl_torch, name)
+    names = {public: getattr(spdl_torch, public) for public in spdl_torch.__all__}
+    (example,) = [
+        test for test in doctest.DocTestFinder().find(cls, name, globs=names) if test.examples
+    ]
+    assert cls.__module__ == "spdl_torch"
+    assert doctest.DocTestRunner().run(example).failed == 0

@@ -1,10 +1,12 @@
-"""Figures as plain text: numbers, units and aligned columns."""
+"""Figures as text: numbers, units, aligned columns, JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["aligned", "duration", "number", "percent", "ratio", "size"]
+__all__ = ["aligned", "duration", "finite", "number", "percent", "ratio", "size"]
 
 
 def ratio(part: float, whole: float) -> float:
@@ -45,3 +47,12 @@ def aligned(rows: list[list[str]]) -> Iterator[str]:
         cells = [name.ljust(widths[0])]
         cells += [text.rjust(width) for text, width in zip(figures, widths[1:], strict=True)]
         yield "  ".join(cells)
+
+
+def finite(value: Any) -> Any:
+    """Replace infinity and NaN by None in a nested structure, because JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

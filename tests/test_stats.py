@@ -84,7 +84,8 @@ def names(stats):
 
 @pytest.mark.parametrize("cls", [Timed, TimedAsync, TimedMany])
 @pytest.mark.parametrize("arguments", [{}, {"device": "meta"}, {"timeout": 30}])
-def test_every_sample_and_every_batch_is_counted_once_in_every_stage(cls, arguments):
+def test_each_stage_counts_once(cls, arguments):
+    """Every sample and every batch is counted once in every stage."""
     stats = run(cls(), num_epochs=2, persistent_workers=True, **arguments)
     counts = {stage.name: stage.num_samples for stage in stats.stages}
     expected = {"load": SIZE, "preprocess": SIZE, "collate": NUM_BATCHES}
@@ -96,21 +97,24 @@ def test_every_sample_and_every_batch_is_counted_once_in_every_stage(cls, argume
     assert not stats.is_running
 
 
-def test_a_dataset_in_one_piece_is_all_preprocess():
+def test_plain_dataset_is_preprocess():
+    """A dataset that is not split does all its work in preprocess."""
     stats = run(Squares(SIZE))
     assert names(stats) == ["preprocess", "collate"]
     assert stats.stage("preprocess").num_samples == SIZE
     assert stats.stage("load") is None
 
 
-def test_the_workers_of_an_iterable_dataset_are_measured():
+def test_iterable_dataset_is_measured():
+    """The workers of an iterable dataset are a stage of their own."""
     stats = run(Sharded(SIZE))
     assert names(stats) == ["iterate", "collate"]
     assert stats.stage("iterate").num_samples == SIZE
     assert stats.stage("collate").num_samples == stats.loop.num_batches == NUM_BATCHES
 
 
-def test_an_executors_workers_say_how_long_they_took():
+def test_executor_is_measured():
+    """The time that samples take in an executor is measured."""
     with ThreadPoolExecutor(3) as pool:
         stats = run(Timed(preprocess=0.002), preprocess_executor=pool)
     assert names(stats) == ["load", "preprocess", "collate"]
@@ -123,7 +127,8 @@ def test_an_executors_workers_say_how_long_they_took():
 @pytest.mark.parametrize(
     "arguments", [{"num_workers": 0}, {"num_workers": 2, "worker_method": "multiprocessing"}]
 )
-def test_without_worker_threads_the_loop_is_measured(arguments):
+def test_loop_without_threads_is_measured(arguments):
+    """Without worker threads only the training loop is measured."""
     stats = run(Timed(load=0.002), step_seconds=0.001, **arguments)
     assert stats.kind == ("caller" if arguments["num_workers"] == 0 else "multiprocessing")
     assert stats.stages == ()
@@ -136,7 +141,9 @@ def test_without_worker_threads_the_loop_is_measured(arguments):
     )
 
 
-def test_bad_samples_and_retries_are_counted():
+def test_bad_samples_are_counted():
+    """Replaced samples and retries are counted."""
+
     class Flaky(Timed):
         def __init__(self):
             super().__init__()
@@ -196,7 +203,8 @@ def test_size_of_tensors_and_arrays(batch, num_bytes):
 # -- how long it took -----------------------------------------------------------------------------
 
 
-def test_a_stage_is_busy_as_long_as_its_samples_take():
+def test_busy_time_of_stages():
+    """The busy time of a stage is the time of its samples."""
     stats = run(Timed(load=0.01, preprocess=0.002, collate=0.004))
     load, preprocess, collate = stats.stages
     for stage, seconds in ((load, 0.01), (preprocess, 0.002), (collate, 0.004)):
@@ -208,7 +216,9 @@ def test_a_stage_is_busy_as_long_as_its_samples_take():
         assert 0 < stage.utilisation <= 1.01
 
 
-def test_a_slow_sample_shows_in_the_99th_percentile_alone():
+def test_slow_sample_raises_p99():
+    """One slow sample raises the 99th percentile and not the median."""
+
     class OneSlow(Squares):
         def __getitem__(self, index):
             time.sleep(0.2 if index == 7 else 0.001)
@@ -219,7 +229,9 @@ def test_a_slow_sample_shows_in_the_99th_percentile_alone():
     assert stage.p99_seconds > 0.15
 
 
-def test_work_that_needs_a_core_is_told_from_work_that_waits():
+def test_cpu_time_is_measured():
+    """Computation counts as CPU time."""
+
     class Computing(Squares):
         def __getitem__(self, index):
             end = time.thread_time() + 0.003
@@ -239,7 +251,8 @@ def test_loop_time_adds_up():
     )
 
 
-def test_the_loop_waits_or_steps():
+def test_waited_share_of_loop():
+    """The share of waiting tells a slow loop from a slow loader."""
     stats = run(Timed(), step_seconds=0.01)
     assert stats.loop.step_seconds >= 0.01 * NUM_BATCHES
     assert stats.loop.waited_share < 0.5
@@ -286,7 +299,8 @@ class Stuck(Squares):
         return index
 
 
-def test_another_thread_sees_what_goes_on():
+def test_stats_from_another_thread():
+    """Another thread sees the samples in flight and their growing busy time."""
     dataset = Stuck(SIZE)
     with DataLoader(dataset, batch_size=1, num_workers=2, prefetch_factor=5) as loader:
         iterator = iter(loader)
@@ -313,7 +327,8 @@ def test_another_thread_sees_what_goes_on():
     assert (third.is_running, third.stage("preprocess").num_in_flight) == (False, 0)
 
 
-def test_the_batches_that_are_ready_are_counted():
+def test_ready_batches_are_counted():
+    """Batches that wait for the loop are counted, up to the window."""
     with DataLoader(Timed(load=0.002), num_workers=2, buffer_size=6) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -351,7 +366,8 @@ def test_stats_during_an_epoch():
 # -- afterwards -----------------------------------------------------------------------------------
 
 
-def test_before_the_first_batch_there_is_nothing():
+def test_stats_before_first_batch():
+    """Before the first batch all figures are zero."""
     loader = DataLoader(Squares(SIZE), num_workers=2)
     for stats in (loader.stats(), pickle.loads(pickle.dumps(loader)).stats()):
         assert (stats.elapsed_seconds, stats.loop.num_batches, stats.stages) == (0.0, 0, ())
@@ -359,7 +375,8 @@ def test_before_the_first_batch_there_is_nothing():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_last_epoch_is_kept_until_the_next_begins(num_workers):
+def test_last_epoch_is_kept(num_workers):
+    """The statistics of an epoch are kept until the next one begins."""
     with DataLoader(Squares(SIZE), batch_size=BATCH_SIZE, num_workers=num_workers) as loader:
         list(loader)
         whole = loader.stats()
@@ -373,7 +390,8 @@ def test_the_last_epoch_is_kept_until_the_next_begins(num_workers):
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_what_was_broken_off_does_not_go_on(persistent_workers):
+def test_abandoned_epoch_is_frozen(persistent_workers):
+    """The figures of an epoch that was left early do not change any more."""
     loader = DataLoader(Timed(load=0.001), num_workers=2, persistent_workers=persistent_workers)
     with loader:
         iterator = iter(loader)
@@ -389,14 +407,16 @@ def test_what_was_broken_off_does_not_go_on(persistent_workers):
         assert second.loop == first.loop
 
 
-def test_a_copy_has_measured_nothing():
+def test_copy_starts_without_stats():
+    """A copy of a loader has no statistics."""
     loader = DataLoader(Squares(SIZE), num_workers=2)
     list(loader)
     assert copy.copy(loader).stats().loop.num_batches == 0
     assert loader.stats().loop.num_batches == SIZE
 
 
-def test_statistics_keep_neither_dataset_nor_batches_alive():
+def test_stats_keep_nothing_alive():
+    """A snapshot keeps neither the dataset nor batches alive."""
     seen: weakref.WeakSet = weakref.WeakSet()
 
     class Sample:
@@ -426,7 +446,8 @@ def test_statistics_keep_neither_dataset_nor_batches_alive():
     assert stats.loop.num_batches == 1
 
 
-def test_a_snapshot_is_plain_data():
+def test_snapshot_is_plain_data():
+    """A snapshot can be pickled and turned into a dict."""
     stats = run(Timed())
     plain = stats.as_dict()
     assert plain["stages"][0]["name"] == "load"
@@ -445,7 +466,8 @@ def test_a_snapshot_is_plain_data():
         ),
     ],
 )
-def test_a_loop_that_has_left_changes_nothing_any_more(arguments):
+def test_paused_loop_is_not_counted(arguments):
+    """The clock stops for a loop that does not ask for batches any more."""
     with DataLoader(Timed(preprocess=0.004), batch_size=1, **arguments) as loader:
         iterator = iter(loader)
         for _ in range(20):
@@ -458,7 +480,8 @@ def test_a_loop_that_has_left_changes_nothing_any_more(arguments):
         assert after.elapsed_seconds < before.elapsed_seconds + 0.2
 
 
-def test_who_asks_once_more_changes_nothing():
+def test_next_after_end_changes_nothing():
+    """Calling next() after the end of an epoch changes no figure."""
     loader = DataLoader(Squares(SIZE), num_workers=2, persistent_workers=True)
     with loader:
         iterator = iter(loader)
@@ -469,7 +492,8 @@ def test_who_asks_once_more_changes_nothing():
         assert loader.stats() == before
 
 
-def test_a_closed_iterator_that_was_never_asked_has_taken_no_time():
+def test_unused_iterator_takes_no_time():
+    """An iterator that was closed before its first batch has taken no time."""
     loader = DataLoader(Squares(SIZE), num_workers=2)
     iterator = iter(loader)
     loader.close()
@@ -479,7 +503,8 @@ def test_a_closed_iterator_that_was_never_asked_has_taken_no_time():
     assert 0.0 <= loader.stats().elapsed_seconds < 0.01
 
 
-def test_what_workers_still_do_for_an_epoch_that_was_left_does_not_make_more_of_them():
+def test_utilisation_is_at_most_one():
+    """Work that ends after an epoch was left does not raise the utilisation above 1."""
     with DataLoader(
         Timed(preprocess=0.2), batch_size=1, num_workers=4, persistent_workers=True
     ) as loader:
@@ -489,7 +514,8 @@ def test_what_workers_still_do_for_an_epoch_that_was_left_does_not_make_more_of_
     assert stage.utilisation <= 1
 
 
-def test_the_workers_set_up_is_part_of_the_first_wait():
+def test_worker_init_counts_as_waiting():
+    """The time of worker_init_fn is part of the wait for the first batch."""
     with DataLoader(
         Squares(SIZE), num_workers=2, worker_init_fn=lambda _: time.sleep(0.05)
     ) as loader:
@@ -501,7 +527,9 @@ def test_the_workers_set_up_is_part_of_the_first_wait():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_batch_that_has_failed_is_none_that_the_loop_has_got(num_workers):
+def test_failed_batch_is_not_counted(num_workers):
+    """A batch that raised an error is not counted as received."""
+
     class Failing(Squares):
         def __getitem__(self, index):
             if index == 5:
@@ -531,14 +559,17 @@ class FailingAsync(Failing):
 
 
 @pytest.mark.parametrize("cls", [Failing, FailingAsync])
-def test_a_failed_sample_takes_its_own_time_and_no_others(cls):
+def test_failed_sample_counts_alone(cls):
+    """The time of a failed sample is not spread over the others."""
     stage = run(cls(), on_error=ReplaceBadSamples(max_fraction=None)).stage("load")
     assert stage.num_samples == SIZE
     assert stage.busy_seconds >= 0.2
     assert stage.p99_seconds < 0.15
 
 
-def test_a_sample_of_an_iterable_dataset_may_be_a_list():
+def test_list_is_one_sample():
+    """A list from an iterable dataset counts as one sample."""
+
     class Lists(IterableDataset):
         def __iter__(self):
             return iter([[0] * 100] * 10)
@@ -547,7 +578,9 @@ def test_a_sample_of_an_iterable_dataset_may_be_a_list():
     assert stats.stage("iterate").num_samples == 10
 
 
-def test_a_timeout_is_waiting_and_what_is_done_about_it_is_not():
+def test_timeout_counts_as_waiting():
+    """The time before a timeout counts as waiting, and the time after it does not."""
+
     class Late(Squares):
         def __getitem__(self, index):
             time.sleep(0.5 if index == 0 else 0)
@@ -569,7 +602,8 @@ def test_a_timeout_is_waiting_and_what_is_done_about_it_is_not():
     "arguments",
     [{"num_workers": 0}, {}, {"worker_method": "multiprocessing"}, {"persistent_workers": True}],
 )
-def test_a_line_is_logged_once_in_an_interval(arguments, caplog):
+def test_line_is_logged_per_interval(arguments, caplog):
+    """One line is logged in each interval."""
     caplog.set_level(logging.INFO, logger="spdl_torch")
     started = time.monotonic()
     run(Timed(), step_seconds=0.02, stats_interval=0.05, num_epochs=2, **arguments)
@@ -579,14 +613,16 @@ def test_a_line_is_logged_once_in_an_interval(arguments, caplog):
     assert all("batches/s" in line and "\n" not in line for line in lines)
 
 
-def test_nothing_is_logged_unless_it_was_asked_for(caplog):
+def test_nothing_is_logged_by_default(caplog):
+    """Nothing is logged without stats_interval."""
     caplog.set_level(logging.DEBUG, logger="spdl_torch")
     run(Timed())
     assert caplog.records == []
 
 
 @pytest.mark.parametrize("interval", [0, -1, "5"])
-def test_an_interval_is_a_number_of_seconds(interval):
+def test_stats_interval_is_checked(interval):
+    """stats_interval must be a positive number."""
     with pytest.raises(ValueError, match="stats_interval must be a number of seconds"):
         DataLoader(Squares(4), stats_interval=interval)
 
@@ -603,11 +639,13 @@ def marks(dataset, **arguments):
 
 
 @pytest.mark.parametrize("cls", [Timed, TimedAsync])
-def test_a_profiler_of_all_threads_finds_the_work_of_every_stage(cls):
+def test_torch_profiler_sees_stages(cls):
+    """torch's profiler finds the work of every stage by its name."""
     expected = {f"spdl_torch.{stage}" for stage in ("load", "preprocess", "collate", "transfer")}
     assert marks(cls(), device="meta") == expected
     assert marks(cls(), device="meta", persistent_workers=True, num_epochs=2) == expected
 
 
-def test_a_profiler_finds_the_work_of_an_iterable_datasets_workers():
+def test_torch_profiler_sees_iterable_dataset():
+    """torch's profiler finds the work of an iterable dataset."""
     assert marks(Sharded(SIZE)) == {"spdl_torch.iterate", "spdl_torch.collate"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from .._figures import Span
+from .._text import finite
 from ._trace import lanes
 
 __all__ = ["report"]
@@ -58,14 +58,5 @@ def _row(span: Span) -> list[Any]:
 
 def _embedded(data: dict[str, Any]) -> str:
     """Return JSON for a script element: no character in it can end the element."""
-    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinity by None: the last bucket of a histogram has no upper end."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

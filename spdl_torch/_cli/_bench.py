@@ -20,18 +20,15 @@ from torch.utils.data import Dataset
 from .. import DataLoader
 from ._images import ImageJob
 from ._parser import CommandError
-from ._screen import Bar, Screen, counted
+from ._screen import Advance, Screen, counted
 
 __all__ = ["run"]
 
 OURS, PIL, TORCHVISION_IO = "spdl_torch", "torch + PIL", "torch + torchvision.io"
 
-_MAX_TRIED = 512
-"""Number of images, from all over the folder, that are loaded again and again."""
-_SECONDS = 3.0
-"""Approximate duration of the counted part of a measurement."""
-_MAX_LAPS = 20
-"""Maximal number of batches that each worker makes for a measurement. The minimum is one."""
+_MAX_TRIED = 512  # Images, from all over the folder, that are loaded again and again.
+_SECONDS = 3.0  # Approximate duration of the counted part of a measurement.
+_MAX_LAPS = 20  # Batches that each worker makes for a measurement, at most. It makes at least one.
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,9 +137,9 @@ def _tried(
     loader: DataLoader[Any] = DataLoader(
         _Trials(datasets), sampler=chosen, batch_size=None, num_workers=num_workers
     )
-    with loader, screen.bar("comparing pixels", num_tried, "images") as bar:
+    with loader, screen.bar("comparing pixels", num_tried, "images") as advance:
         for outcome in loader:
-            bar.advance()
+            advance()
             if outcome is not None:
                 loaded.append(outcome)
     if not loaded:
@@ -187,7 +184,7 @@ class _Plan:
 
 
 def _images_per_second(
-    loader_class: Callable[..., Iterable[Any]], dataset: Dataset[Any], plan: _Plan, bar: Bar
+    loader_class: Callable[..., Iterable[Any]], dataset: Dataset[Any], plan: _Plan, advance: Advance
 ) -> float:
     loader = loader_class(
         dataset, batch_size=plan.batch_size, sampler=plan.indices, num_workers=plan.num_workers
@@ -197,7 +194,7 @@ def _images_per_second(
     with loader if isinstance(loader, DataLoader) else contextlib.nullcontext():
         for _ in itertools.islice(loader, plan.num_loaded):
             delivered_seconds.append(time.perf_counter())
-            bar.advance(plan.batch_size)
+            advance(plan.batch_size)
     seconds = delivered_seconds[-1] - delivered_seconds[plan.num_before - 1]
     return plan.num_counted * plan.batch_size / seconds
 
@@ -210,12 +207,14 @@ def _measured(
     num_images = num_rounds * len(datasets) * plan.num_loaded * plan.batch_size
     names = list(datasets)
     # Drawing takes a few milliseconds, so it is done rarely.
-    with screen.bar("measuring", num_images, "images", interval_seconds=0.5) as bar:
+    with screen.bar("measuring", num_images, "images", interval_seconds=0.5) as advance:
         for number in range(num_rounds):
             for name in names:
-                bar.advance(0, f"round {number + 1} of {num_rounds}, {name}")
+                advance(0, f"round {number + 1} of {num_rounds}, {name}")
                 loader_class = DataLoader if name == OURS else TorchDataLoader
-                figures[name].append(_images_per_second(loader_class, datasets[name], plan, bar))
+                figures[name].append(
+                    _images_per_second(loader_class, datasets[name], plan, advance)
+                )
             names = names[1:] + names[:1]  # The first loader may find the machine in another state.
     return figures
 

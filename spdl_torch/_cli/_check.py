@@ -26,10 +26,10 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen(as_json=options.json)
     started_seconds = time.perf_counter()
     num_images = num_damaged = 0
-    with screen.bar("counting", unit="images") as bar:
+    with screen.bar("counting", unit="images") as advance:
         for _ in images_at(options.path):
             num_images += 1
-            bar.advance()
+            advance()
     if num_images == 0:
         raise CommandError(f"there are no images in {options.path}")
     damaged = []
@@ -40,9 +40,9 @@ def run(options: argparse.Namespace) -> int:
         num_workers=options.workers,
         buffer_size=2 * options.workers,
     )
-    with loader, screen.bar("checking", num_images, "images") as bar:
+    with loader, screen.bar("checking", num_images, "images") as advance:
         for batch in loader:
-            bar.advance(len(batch))
+            advance(len(batch))
             for path, reason in filter(None, batch):
                 num_damaged += 1
                 if options.json:  # Otherwise it is printed now and need not be kept.

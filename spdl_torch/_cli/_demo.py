@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")  # torch warns of many workers.
     screen = Screen(as_json=options.json)
     with tempfile.TemporaryDirectory(prefix="spdl-torch-demo-") as folder:
-        with screen.bar("making images", options.images, "images") as bar:
-            num_bytes = _make_images(Path(folder), options.images, bar.advance)
+        with screen.bar("making images", options.images, "images") as advance:
+            num_bytes = _make_images(Path(folder), options.images, advance)
         screen.say(
             f"{options.images:,} images of {_NUM_CLASSES} classes, "
             f"{num_bytes / options.images / 1000:.0f} kB each; random crops, flipped at random, "
@@ -110,8 +110,10 @@ def _train_in_turn(trainings: list[_Training], num_images: int, screen: Screen) 
         _Training("warm-up", [(images, labels)] * 3).train(lambda _: None)
         for number in range(1, _NUM_EPOCHS + 1):
             for training in trainings:
-                with screen.bar(f"epoch {number}, {training.name}", num_images, "images") as bar:
-                    training.train(bar.advance)
+                with screen.bar(
+                    f"epoch {number}, {training.name}", num_images, "images"
+                ) as advance:
+                    training.train(advance)
             trainings = trainings[::-1]  # The first may find the machine in another state.
     finally:
         torch.set_num_threads(num_threads)

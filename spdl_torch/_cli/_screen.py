@@ -7,23 +7,19 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._text import finite
 
-__all__ = ["Bar", "Screen", "counted", "print_error", "printable"]
+__all__ = ["Advance", "Screen", "counted", "print_error", "printable"]
+
+Advance: TypeAlias = Callable[..., None]
+"""Moves a progress bar: `advance(amount=1, text=None)`."""
 
 
 class Screen:
@@ -60,8 +56,8 @@ class Screen:
     @contextmanager
     def bar(
         self, text: str, total: int | None = None, unit: str = "", *, interval_seconds: float = 0.1
-    ) -> Iterator[Bar]:
-        """Show a progress bar until the block ends."""
+    ) -> Iterator[Advance]:
+        """Show a progress bar until the block ends, drawn at most once in an interval."""
         # A bar on the console of the words moves down when words are printed.
         shares_console = not self._is_json and self._words.is_terminal
         console = self._words if shares_console else Console(stderr=True)
@@ -77,24 +73,17 @@ class Screen:
             auto_refresh=False,
             disable=not console.is_terminal,
         ) as progress:
-            yield Bar(progress, progress.add_task(text, total=total), interval_seconds)
+            task = progress.add_task(text, total=total)
+            drawn_seconds = -math.inf
 
+            def advance(amount: int = 1, text: str | None = None) -> None:
+                nonlocal drawn_seconds
+                progress.update(task, advance=amount, description=text)
+                if time.monotonic() - drawn_seconds > interval_seconds:
+                    drawn_seconds = time.monotonic()
+                    progress.refresh()
 
-class Bar:
-    """A progress bar, drawn at most once in an interval."""
-
-    def __init__(self, progress: Progress, task: TaskID, interval_seconds: float) -> None:
-        self._progress = progress
-        self._task = task
-        self._interval_seconds = interval_seconds
-        self._drawn_seconds = -math.inf
-
-    def advance(self, amount: int = 1, text: str | None = None) -> None:
-        self._progress.update(self._task, advance=amount, description=text)
-        now_seconds = time.monotonic()
-        if now_seconds - self._drawn_seconds > self._interval_seconds:
-            self._drawn_seconds = now_seconds
-            self._progress.refresh()
+            yield advance
 
 
 def counted(number: int, noun: str) -> str:

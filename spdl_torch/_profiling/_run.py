@@ -27,20 +27,13 @@ __all__ = ["make_profile"]
 Loader: TypeAlias = Any
 """A `DataLoader`. Its module imports this one, so it cannot be named here."""
 
-_NUM_KEPT: Final = 8
-"""Number of batches that the loop is timed with as if loading took no time."""
-_MAX_FREE_SECONDS: Final = 10.0
-"""The loop is timed with these batches for no longer than this."""
-_NUM_TRIED: Final = 8
-"""Number of samples that a stage is measured with."""
-_TRY_SECONDS: Final = 0.5
-"""Fewer samples are used if making them takes longer than this."""
-_MAX_WIDTH_SECONDS: Final = 2.0
-"""If measuring one number of workers took longer than this, no greater number is tried."""
-_ALONE_SECONDS: Final = 0.25
-"""How long a stage is measured with one number of workers."""
-_MIN_BATCHES: Final = 8
-"""A measurement has at least as many batches as workers, up to this number."""
+_NUM_KEPT: Final = 8  # Batches that the loop is timed with as if loading took no time.
+_MAX_FREE_SECONDS: Final = 10.0  # The loop is timed with these batches for no longer than this.
+_NUM_TRIED: Final = 8  # Samples that a stage is measured with.
+_TRY_SECONDS: Final = 0.5  # Fewer samples are used if making them takes longer than this.
+_ALONE_SECONDS: Final = 0.25  # How long a stage is measured with one number of workers.
+_MIN_BATCHES: Final = 8  # A measurement has as many batches as workers, up to this number.
+_MAX_WIDTH_SECONDS: Final = 2.0  # After a measurement that took longer, no more workers are tried.
 _MAX_IO_WORKERS: Final = 64
 
 
@@ -52,16 +45,7 @@ def make_profile(
     *,
     sweep: bool,
 ) -> Profile:
-    """Profile a copy of the loader.
-
-    Args:
-        loader: the loader, which is left as it is.
-        make_loader: the class `DataLoader`, for the measurement of single stages.
-        num_batches: how many batches to load, at most an epoch's.
-        step: what the training loop does with a batch.
-        sweep: measure each stage by itself too.
-
-    """
+    """Profile a copy of the loader; `make_loader` is the class `DataLoader`."""
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, got {num_batches}.")
     with preserve_global_rng(), _generators_kept(loader):
@@ -105,17 +89,15 @@ class _Run:
         iterator = iter(loader)
         loader._epochs.measurement.record_with(self.laps.append)
         for batch in itertools.islice(iterator, num_batches):
-            if step is not None:
-                self._step(step, batch)
+            if step is None:
+                continue
+            started = time.monotonic()
+            step(batch)
+            if not self._kept:
+                self._first_step_seconds = time.monotonic() - started
+            if len(self._kept) < _NUM_KEPT:
+                self._kept.append(batch)
         self.stats = loader.stats()
-
-    def _step(self, step: Callable[[Any], Any], batch: Any) -> None:
-        started = time.monotonic()
-        step(batch)
-        if not self._kept:
-            self._first_step_seconds = time.monotonic() - started
-        if len(self._kept) < _NUM_KEPT:
-            self._kept.append(batch)
 
     def headroom(self, step: Callable[[Any], Any]) -> Headroom | None:
         """Return how fast the loop is and would be; None if there were too few batches to tell.

@@ -142,7 +142,7 @@ class LoopStats:
     def batches_per_second(self) -> float:
         """Throughput after the first batch."""
         seconds = self.waited_seconds - self.first_wait_seconds + self.step_seconds
-        return ratio(self.num_batches - 1, seconds)
+        return ratio(max(self.num_batches - 1, 0), seconds)
 
 
 @dataclass(frozen=True)

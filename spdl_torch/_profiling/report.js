@@ -88,7 +88,7 @@ function verdictHeader() {
   const rest = hasKind ? sentence.slice(kind.length + 2) : sentence;
   const cpuSeconds = sum(stages.map((stage) => stage.cpu_seconds));
   const figures = {
-    "batches per second": number(ratio(loop.num_batches, stats.elapsed_seconds)),
+    "batches per second": number(loop.batches_per_second),
     "the loop waited": percent(loop.waited_share),
     "first batch after": duration(loop.first_wait_seconds),
     "cores used":
@@ -161,7 +161,7 @@ function pipelineSection() {
   const busyShare = loop.num_batches ? 1 - loop.waited_share : null;
   const loopBox = box("loop", "training loop", {
     workers: `step ${duration(ratio(loop.step_seconds, loop.num_batches))}`,
-    rate: ratio(loop.num_batches, stats.elapsed_seconds),
+    rate: loop.batches_per_second,
     what: "batches",
     note: busyShare === null ? "no batch yet" : `in steps ${percent(busyShare)}`,
     share: busyShare,

@@ -69,83 +69,65 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spdl-torch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, add_arguments, words, description, examples in (
-        (
-            "demo",
-            _add_demo,
-            "train a small model on generated images, with our loader and with torch's",
-            "Make a folder of images, and train a small model on it for two epochs: with our "
-            "loader and with torch's, in turn. It takes less than a minute.",
-            "example:\n  spdl-torch demo",
-        ),
-        (
-            "bench",
-            _add_bench,
-            "measure our loader and torch's on your images",
-            "Load the images of a folder with torch and PIL, with torch and torchvision.io, and "
-            "with spdl_torch, in interleaved rounds. DIR has one subfolder for each class, as "
-            "ImageNet has, or the images themselves.",
-            "example:\n  spdl-torch bench photos/train --workers 8 --augment",
-        ),
-        (
-            "profile",
-            _add_profile,
-            "find out what your loader waits for",
-            "Profile the loading of a folder of images, or of the loader that a function of yours "
-            "returns; the current directory is importable.",
-            "examples:\n"
-            "  spdl-torch profile photos/train --html report.html\n"
-            "  spdl-torch profile train:make_loader --batches 50 --trace trace.json",
-        ),
-        (
-            "check",
-            _add_check,
-            "find the images that cannot be decoded",
-            "Decode an image, or every image in a folder and its subfolders, and list those that "
-            "are damaged. The exit code is 1 if there are any.",
-            "example:\n  spdl-torch check photos --workers 8 > damaged.txt",
-        ),
-    ):
-        command = commands.add_parser(name, help=words, description=description, epilog=examples)
-        add_arguments(command)
-        command.add_argument(
-            "--json", action="store_true", help="print one JSON document and nothing else"
-        )
-    return parser
 
-
-def _add_demo(demo: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small model on generated images, with our loader and with torch's",
+        description="Make a folder of images, and train a small model on it for two epochs: with "
+        "our loader and with torch's, in turn. It takes less than a minute.",
+        epilog="example:\n  spdl-torch demo",
+    )
     # More workers would have next to nothing to do.
     _add_workers(demo, "threads of ours, processes of torch's", default=min(num_cores(), 8))
     # For tests; the default is what the time limit allows.
     demo.add_argument("--images", type=_count, default=1000, help=argparse.SUPPRESS)
 
-
-def _add_bench(bench: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure our loader and torch's on your images",
+        description="Load the images of a folder with torch and PIL, with torch and "
+        "torchvision.io, and with spdl_torch, in interleaved rounds. DIR has one subfolder for "
+        "each class, as ImageNet has, or the images themselves.",
+        epilog="example:\n  spdl-torch bench photos/train --workers 8 --augment",
+    )
     bench.add_argument("folder", metavar="DIR", type=Path, help="a folder of images")
     _add_image_options(bench, workers="threads of ours, processes of torch's")
-    bench.add_argument(
-        "--rounds", type=_count, default=3, metavar="N", help="of which the median counts [3]"
+    words = "of which the median counts [3]"
+    bench.add_argument("--rounds", type=_count, default=3, metavar="N", help=words)
+
+    profile = commands.add_parser(
+        "profile",
+        help="find out what your loader waits for",
+        description="Profile the loading of a folder of images, or of the loader that a function "
+        "of yours returns; the current directory is importable.",
+        epilog="examples:\n"
+        "  spdl-torch profile photos/train --html report.html\n"
+        "  spdl-torch profile train:make_loader --batches 50 --trace trace.json",
     )
-
-
-def _add_profile(profile: Any) -> None:
     profile.add_argument("target", metavar="DIR|module:factory", help="what to profile")
-    profile.add_argument(
-        "--batches", type=_count, default=50, metavar="N", help="how many to load [50]"
-    )
+    words = "how many to load [50]"
+    profile.add_argument("--batches", type=_count, default=50, metavar="N", help=words)
     profile.add_argument("--html", type=Path, metavar="FILE", help="save a report, for a browser")
-    profile.add_argument(
-        "--trace", type=Path, metavar="FILE", help="save a timeline, for Perfetto (.json)"
-    )
+    words = "save a timeline, for Perfetto (.json)"
+    profile.add_argument("--trace", type=Path, metavar="FILE", help=words)
     images = profile.add_argument_group("for a folder of images")
     _add_image_options(images, workers="threads that load")
 
-
-def _add_check(check: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="find the images that cannot be decoded",
+        description="Decode an image, or every image in a folder and its subfolders, and list "
+        "those that are damaged. The exit code is 1 if there are any.",
+        epilog="example:\n  spdl-torch check photos --workers 8 > damaged.txt",
+    )
     words = "a folder of images, or one image"
     check.add_argument("path", metavar="DIR|FILE", type=Path, help=words)
     _add_workers(check, "threads that decode", default=num_cores())
+
+    words = "print one JSON document and nothing else"
+    for command in (demo, bench, profile, check):
+        command.add_argument("--json", action="store_true", help=words)
+    return parser
 
 
 def _add_image_options(group: Any, workers: str) -> None:

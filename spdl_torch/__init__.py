@@ -6,7 +6,8 @@ from ._bad_samples import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSam
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._device import transfer
-from ._figures import LoopStats, Span, StageStats
+from ._engine import Span, StageStats
+from ._loop_stats import LoopStats
 from ._profiling import CachedLoader, Headroom, Profile, Scaling
 from ._randomness import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler

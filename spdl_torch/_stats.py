@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 import textwrap
 import time
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
-
-from torch import Tensor
+from typing import Any, Literal
 
 from ._bad_samples import BadSamplePolicy
-from ._engine import Measurement, Reading, upper_seconds
-from ._figures import LoopStats, StageName, StageStats, WorkerKind
+from ._engine import EpochClock, StageStats
+from ._loop_stats import LoopStats
 from ._text import aligned, duration, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
-__all__ = ["COLUMNS", "LoaderStats", "StatsLog", "num_bytes_of", "num_cores", "stats_of"]
+__all__ = ["COLUMNS", "LoaderStats", "StatsLog", "num_cores", "stats_of"]
 
 COLUMNS = 100
 """Maximal width of a printed table."""
@@ -29,10 +25,6 @@ COLUMNS = 100
 _HEADER = ["stage", "width", "unit", "per s", "busy", "cores", "mean", "p50", "p99"]
 _BATCH_STAGES = ("collate", "transfer")
 """The stages that process whole batches."""
-
-_MAX_OBJECTS = 256
-"""Objects of a batch whose size is asked for. A batch of many more does not consist of tensors."""
-_WITHOUT_SIZE = (str, bytes, int, float, bool, type(None))
 
 _logger = logging.getLogger("spdl_torch")
 
@@ -91,7 +83,7 @@ class LoaderStats:
         """Which stage limits the throughput, and what to change."""
         return verdict_on(self)
 
-    def stage(self, name: StageName) -> StageStats | None:
+    def stage(self, name: str) -> StageStats | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,13 +107,13 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def stats_of(measurement: Measurement, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
-    elapsed_seconds, cpu_seconds, consumer, stages = measurement.read()
+def stats_of(clock: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
+    elapsed_seconds, cpu_seconds, consumer, stages = clock.read()
     return LoaderStats(
-        kind=measurement.kind,  # type: ignore[arg-type]
-        is_running=measurement.is_running,
+        kind=clock.kind,
+        is_running=clock.is_running,
         elapsed_seconds=elapsed_seconds,
-        stages=tuple(_stage_stats(reading, elapsed_seconds) for reading in stages),
+        stages=stages,
         loop=LoopStats(
             num_batches=consumer.num_batches,
             waited_seconds=consumer.waited_seconds,
@@ -129,30 +121,13 @@ def stats_of(measurement: Measurement, bad_sample_policy: BadSamplePolicy) -> Lo
             step_seconds=consumer.step_seconds,
             wake_seconds=consumer.wake_seconds,
         ),
-        window=measurement.window,
-        num_ready=measurement.num_ready,
+        window=clock.window,
+        num_ready=clock.num_ready,
         num_bytes=consumer.num_bytes,
         num_bad_samples=len(bad_sample_policy.bad_samples),
         num_retries=bad_sample_policy.num_retries,
         num_cores=num_cores(),
         cpu_seconds=cpu_seconds,
-    )
-
-
-def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
-    filled = [n for n, count in enumerate(reading.counts) if count > 0]
-    buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
-    return StageStats(
-        name=cast("StageName", reading.name),
-        width=reading.width,
-        elapsed_seconds=elapsed_seconds,
-        num_samples=reading.num_samples,
-        busy_seconds=reading.busy_seconds,
-        cpu_seconds=reading.cpu_seconds,
-        queued_seconds=reading.queued_seconds,
-        num_in_flight=reading.num_in_flight,
-        histogram=tuple((upper_seconds(n), reading.counts[n]) for n in buckets),
-        workers=cast("WorkerKind", reading.workers),
     )
 
 
@@ -218,33 +193,3 @@ class StatsLog:
         if now - self._logged_at >= self._interval_seconds:
             self._logged_at = now
             _logger.info("%s", _log_line(self._stats()))
-
-
-# -- the size of a batch --------------------------------------------------------------------------
-
-
-def num_bytes_of(batch: Any) -> int:
-    """Return the size of all tensors and arrays in a batch."""
-    num_bytes = 0
-    to_see = [batch]
-    for value in itertools.islice(to_see, _MAX_OBJECTS):
-        kind = type(value)
-        try:
-            if kind is Tensor or hasattr(kind, "nbytes"):
-                num_bytes += value.nbytes
-            else:
-                to_see += _parts_of(value, kind)
-        except Exception:  # An object of the user may raise anything; a figure is not worth that.
-            continue
-    return num_bytes
-
-
-def _parts_of(value: Any, kind: type) -> Iterable[Any]:
-    if issubclass(kind, dict | UserDict):
-        return list(value.values())
-    if issubclass(kind, list | tuple):
-        # A long list of numbers or words contains no tensor.
-        return () if value and type(value[0]) in _WITHOUT_SIZE else value[:_MAX_OBJECTS]
-    if dataclasses.is_dataclass(kind):
-        return [getattr(value, field.name) for field in dataclasses.fields(kind)]
-    return ()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, Literal, Protocol
 
-from ._figures import LoopStats, StageName, StageStats
+from ._engine import StageStats
+from ._loop_stats import LoopStats
 from ._text import percent
 
 __all__ = ["Verdict", "VerdictKind", "verdict_on"]
@@ -70,7 +71,7 @@ class Verdict:
     kind: VerdictKind
     sentence: str
     advice: str
-    stage: StageName | None = None
+    stage: str | None = None
     """The stage that limits the throughput, if one stage does."""
 
     def __str__(self) -> str:
@@ -94,7 +95,7 @@ class _Stats(Protocol):
     def num_cores(self) -> int: ...
     @property
     def cpu_seconds(self) -> float: ...
-    def stage(self, name: StageName, /) -> StageStats | None: ...
+    def stage(self, name: str, /) -> StageStats | None: ...
 
 
 def verdict_on(stats: _Stats) -> Verdict:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .._figures import Span, StageName
+from .._engine import Span
 from .._stats import COLUMNS, LoaderStats
 from .._text import number, ratio
 from ._report import report
@@ -32,7 +32,7 @@ class Scaling:
 
     __module__ = "spdl_torch"
 
-    stage: StageName
+    stage: str
     throughputs: tuple[tuple[int, float], ...]
     """Pairs of a number of workers and its samples per second."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from .._figures import Span
+from .._engine import Span
 from .._text import finite
 from ._trace import lanes
 

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from .._bad_samples import BadSamplePolicy, policies_of
 from .._dataset import Hooks, StagedDataset, finished, hooks_of
 from .._dataset_copy import DatasetCopies
-from .._engine import Lap
-from .._figures import Span, StageName
+from .._engine import Span
 from .._randomness import preserve_global_rng
 from .._stats import LoaderStats
 from ._profile import Headroom, Profile, Scaling
@@ -57,22 +56,16 @@ def make_profile(
         # A dataset for worker processes, or for no workers, may not be thread-safe.
         has_threads = loader.num_workers > 0 and loader.worker_method == "thread"
         sweeps = _Sweep(loader, make_loader, run.stats).scalings() if sweep and has_threads else ()
-        return Profile(run.stats, tuple(_spans(run.laps)), tuple(sweeps), headroom)
+        return Profile(run.stats, _timeline(run.spans), tuple(sweeps), headroom)
 
 
-def _spans(laps: list[Lap]) -> Iterator[Span]:
-    laps = sorted(laps.copy(), key=lambda lap: lap.started)
-    began = laps[0].started if laps else 0.0
-    for lap in laps:
-        yield Span(
-            stage=lap.stage,  # type: ignore[arg-type]
-            worker=lap.worker,
-            started_seconds=lap.started - began,
-            seconds=lap.ended - lap.started,
-            batch=lap.batch,
-            num_samples=lap.num_samples,
-            index=lap.index,
-        )
+def _timeline(spans: list[Span]) -> tuple[Span, ...]:
+    """Return the spans in order, with times since the first one."""
+    spans = sorted(spans.copy(), key=lambda span: span.started_seconds)
+    began = spans[0].started_seconds if spans else 0.0
+    return tuple(
+        dataclasses.replace(span, started_seconds=span.started_seconds - began) for span in spans
+    )
 
 
 class _Run:
@@ -81,13 +74,13 @@ class _Run:
     stats: LoaderStats
 
     def __init__(self) -> None:
-        self.laps: list[Lap] = []
+        self.spans: list[Span] = []
         self._kept: list[Any] = []
         self._first_step_seconds = 0.0
 
     def iterate(self, loader: Loader, num_batches: int, step: Callable[[Any], Any] | None) -> None:
         iterator = iter(loader)
-        loader._epochs.measurement.record_with(self.laps.append)
+        loader._epochs.clock.record_spans(self.spans.append)
         for batch in itertools.islice(iterator, num_batches):
             if step is None:
                 continue
@@ -147,7 +140,7 @@ def _twin(loader: Loader) -> Loader:
     for name in ("sampler", "batch_sampler"):
         if state.get(name) is not None:
             state[name] = _copied_sampler(state[name], loader.dataset)
-    twin.__setstate__(state)
+    twin.__dict__.update(state)
     return twin
 
 
@@ -260,7 +253,7 @@ class _Sweep:
         drawn = itertools.islice(_copied_sampler(sampler, loader.dataset), _NUM_KEPT)
         return [list(each) if is_batched else [each] for each in drawn]
 
-    def _scaling(self, stage: StageName, alone: _Alone, widths: list[int]) -> Iterator[Scaling]:
+    def _scaling(self, stage: str, alone: _Alone, widths: list[int]) -> Iterator[Scaling]:
         """Yield one scaling, or none for a stage that cannot be run by itself."""
         measured = self._stats.stage(stage)
         batch_size = 8 if measured is not None and measured.mean_seconds < 0.001 else 1

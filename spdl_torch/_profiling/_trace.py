@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._figures import Span
+from .._engine import Span
 
 __all__ = ["Lane", "lanes", "trace"]
 

@@ -371,16 +371,26 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def test_profile_of_folder_is_saved(folder, tmp_path, capsys):
-    """The profile of a folder is printed and saved as a page and a trace."""
+def test_profile_is_saved(module, tmp_path, capsys):
+    """The profile is printed, and saved as a page and as a trace."""
     html, trace = tmp_path / "report.html", tmp_path / "trace.json"
-    options = ["--batches", 4, "--batch-size", 2, "--workers", 2, "--size", 32, "--augment"]
-    assert run("profile", folder, *options, "--html", html, "--trace", trace) == 0
+    files = ["--html", html, "--trace", trace]
+    assert run("profile", f"{module}:make_loader", "--batches", 4, *files) == 0
     printed = capsys.readouterr().out
-    assert "preprocess" in printed
+    assert "loop: 4 batches" in printed
     assert printed.endswith(f"saved {html}\nsaved {trace}\n")
     assert "<html" in html.read_text()
-    assert json.loads(trace.read_text())
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@exhaustive
+def test_profile_of_folder(folder, capsys):
+    """The images of a folder are profiled with worker threads, stage by stage."""
+    options = ["--batches", 4, "--batch-size", 2, "--workers", 2, "--size", 32, "--augment"]
+    assert run("profile", folder, *options, "--json") == 0
+    report = document(capsys)
+    assert report["stats"]["loop"]["num_batches"] == 4
+    assert [one["stage"] for one in report["scalings"]] == ["load", "preprocess", "collate"]
 
 
 def test_profile_of_function(module, capsys):

@@ -239,7 +239,7 @@ def test_a_chosen_epoch_reaches_what_is_drawn_from_a_seed(accelerator):
 
 
 def test_single_samples_are_refused(accelerator):
-    with pytest.raises(ValueError, match=r"accelerate deals out batches.* Set batch_size"):
+    with pytest.raises(ValueError, match=r"accelerate distributes batches.* Set batch_size"):
         prepare(accelerator, make_loader(batch_size=None))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 import multiprocessing
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-import spdl_torch
 from spdl_torch import (
     CachedLoader,
     DataLoader,
@@ -468,30 +466,3 @@ def test_cached_loader_has_loader_attributes():
     assert cached.batch_size == BATCH_SIZE
     with pytest.raises(AttributeError):
         _ = cached.nothing
-
-
-# -- examples -------------------------------------------------------------------------------------
-
-EXAMPLES = (
-    "CachedLoader",
-    "Headroom",
-    "LoaderStats",
-    "LoopStats",
-    "Profile",
-    "Scaling",
-    "Span",
-    "StageStats",
-    "Verdict",
-)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example_of_class_runs(name):
-    """The example in the docstring of a public class prints what it says."""
-    cls = getattr(spdl_torch, name)
-    names = {public: getattr(spdl_torch, public) for public in spdl_torch.__all__}
-    (example,) = [
-        test for test in doctest.DocTestFinder().find(cls, name, globs=names) if test.examples
-    ]
-    assert cls.__module__ == "spdl_torch"
-    assert doctest.DocTestRunner().run(example).failed == 0

@@ -6,10 +6,12 @@ from ._bad_samples import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSam
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._device import transfer
-from ._profiling import CachedLoader, Profile
+from ._engine import Span, StageStats
+from ._loop_stats import LoopStats
+from ._profiling import CachedLoader, Headroom, Profile, Scaling
 from ._randomness import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
-from ._stats import LoaderStats, LoopStats, StageStats
+from ._stats import LoaderStats
 from ._verdict import Verdict
 from ._version import __version__
 
@@ -22,6 +24,7 @@ __all__ = [
     "DataLoader",
     "DistributedDeterministicSampler",
     "DistributedRandomSampler",
+    "Headroom",
     "ImageError",
     "ImageLoader",
     "LoaderStats",
@@ -29,6 +32,8 @@ __all__ = [
     "Profile",
     "ReplaceBadSamples",
     "RetryLoad",
+    "Scaling",
+    "Span",
     "StageStats",
     "StagedDataset",
     "TooManyBadSamples",

@@ -19,7 +19,7 @@ from ._device import device_of
 from ._epochs import Epochs
 from ._event_loops import EventLoop
 from ._iterator import EpochIterator, LiveIterators
-from ._profiling import Profile
+from ._profiling import Profile, make_profile
 from ._settings import LoaderSettings, advice_on, check_arguments
 from ._stats import LoaderStats, stats_of
 
@@ -238,9 +238,7 @@ class DataLoader(
             sweep: measure each stage by itself with 1, 2, 4, … workers, if they are threads.
 
         """
-        from ._profiling._run import make_profile  # noqa: PLC0415 (it imports this file)
-
-        return make_profile(self, num_batches, step, sweep=sweep)
+        return make_profile(self, DataLoader, num_batches, step, sweep=sweep)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the sampler, if it has epochs, and what a `seed` makes of it.

@@ -17,11 +17,10 @@ from torch.autograd.profiler import record_function
 
 from ._epochs import Epochs
 from ._marks import profiler_runs
-from ._profiling import StatsLog
 from ._resume import Progress
 from ._settings import LoaderSettings
 from ._sources import BatchSource, make_source, not_stop_iteration
-from ._stats import stats_of
+from ._stats import StatsLog, stats_of
 
 __all__ = ["EpochIterator", "LiveIterators"]
 

@@ -1,120 +1,117 @@
-"""What a loader has measured: frozen snapshots, each figure with what to conclude from it."""
+"""Statistics of a loader: frozen snapshots, each figure with the conclusion to draw from it."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from torch._utils import cpu_count
+from typing import Any, Literal
 
 from ._bad_samples import BadSamplePolicy
 from ._engine import EpochClock, StageStats
+from ._loop_stats import LoopStats
+from ._text import aligned, duration, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
-__all__ = ["LoaderStats", "LoopStats", "StageStats", "stats_of"]
+__all__ = ["COLUMNS", "LoaderStats", "StatsLog", "num_cores", "stats_of"]
 
+COLUMNS = 100
+"""Maximal width of a printed table."""
 
-@dataclass(frozen=True)
-class LoopStats:
-    """The training loop during an epoch."""
+_HEADER = ["stage", "width", "unit", "per s", "busy", "cores", "mean", "p50", "p99"]
+_BATCH_STAGES = ("collate", "transfer")
+"""The stages that process whole batches."""
 
-    num_batches: int
-    """That it has got."""
-    waited_seconds: float
-    """Spent in `next()`: what the loader costs the loop."""
-    first_wait_seconds: float
-    """Of those, the ones until the first batch came."""
-    step_seconds: float
-    """Spent with the batches, outside of `next()`. A step counts when it is done."""
-    wake_seconds: float
-    """Mean time from a batch being ready to the waiting loop going on. Near five milliseconds or
-    more, Python's switch interval: other threads hold the interpreter's lock."""
-
-    @property
-    def waited_share(self) -> float:
-        """The share of the epoch spent waiting, after the first batch."""
-        waited = self.waited_seconds - self.first_wait_seconds
-        return _ratio(waited, waited + self.step_seconds)
-
-    @property
-    def batches_per_second(self) -> float:
-        """After the first batch."""
-        seconds = self.waited_seconds - self.first_wait_seconds + self.step_seconds
-        return _ratio(self.num_batches - 1, seconds)
+_logger = logging.getLogger("spdl_torch")
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """A loader during its last epoch, or the one that runs now."""
+    """A loader during its last epoch, or during the one that runs now.
 
-    kind: str
-    """Who works: `thread`, `multiprocessing`, or `caller` with `num_workers=0`. Only threads are
-    measured stage by stage."""
+    `print(loader.stats())` prints the verdict and a table.
+
+    Examples:
+        >>> with DataLoader(range(100), batch_size=10, num_workers=2) as loader:
+        ...     for batch in loader:
+        ...         stats = loader.stats()
+        >>> stats.loop.num_batches, stats.stage("preprocess").width
+        (10, 2)
+
+    """
+
+    __module__ = "spdl_torch"
+
+    kind: Literal["thread", "multiprocessing", "caller"]
+    """Where samples are loaded: worker threads, worker processes, or the calling thread
+    (`num_workers=0`). Only threads are measured stage by stage."""
     is_running: bool
     """The epoch is not over; a later snapshot will say more."""
     elapsed_seconds: float
-    """From the first `next()` to the end of the epoch, or to now."""
+    """Time from the first `next()` to the end of the epoch, or to now."""
     stages: tuple[StageStats, ...]
     """First to last."""
     loop: LoopStats
     window: int
     """How many batches may be in flight."""
     num_ready: int
-    """Batches that wait for the loop now. Near `window`: the loop is slower than the loader."""
+    """Batches that are ready for the loop now. Near `window`: the loop is slower than the
+    loader."""
     num_bytes: int
-    """Of the tensors and arrays in the batches that the loop has got."""
+    """Size of the tensors and arrays in the batches that the loop has received."""
     num_bad_samples: int
-    """Replaced, in the whole life of the loader."""
+    """Samples replaced, in the whole life of the loader."""
     num_retries: int
     num_cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     cpu_seconds: float = 0.0
-    """Of the whole process, the training loop included."""
+    """CPU time of the whole process, the training loop included."""
 
     def __str__(self) -> str:
-        from ._profiling._table import stats_table  # noqa: PLC0415 (which shows more than this)
-
-        return stats_table(self)
+        verdict = self.verdict
+        lines = textwrap.wrap(verdict.sentence, COLUMNS) + textwrap.wrap(verdict.advice, COLUMNS)
+        if self.stages:
+            lines += ["", *aligned([_HEADER, *map(_row, self.stages)])]
+        return "\n".join([*lines, "", *_loop_lines(self)])
 
     @property
     def verdict(self) -> Verdict:
-        """Which stage bounds the loop, and what to change."""
+        """Which stage limits the throughput, and what to change."""
         return verdict_on(self)
 
     def stage(self, name: str) -> StageStats | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
-        stages = [
-            dataclasses.asdict(stage)
-            | {
-                "samples_per_second": stage.samples_per_second,
-                "num_busy": stage.num_busy,
-                "utilisation": stage.utilisation,
-                "mean_seconds": stage.mean_seconds,
-                "p50_seconds": stage.p50_seconds,
-                "p99_seconds": stage.p99_seconds,
-            }
-            for stage in self.stages
-        ]
-        loop = dataclasses.asdict(self.loop) | {
-            "waited_share": self.loop.waited_share,
-            "batches_per_second": self.loop.batches_per_second,
-        }
+        """Return plain types, for JSON."""
         return dataclasses.asdict(self) | {
-            "stages": stages,
-            "loop": loop,
+            "stages": [_with_properties(stage) for stage in self.stages],
+            "loop": _with_properties(self.loop),
             "verdict": dataclasses.asdict(self.verdict),
         }
 
 
-def stats_of(measurement: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
-    elapsed_seconds, cpu_seconds, consumer, stages = measurement.read()
+def _with_properties(figures: StageStats | LoopStats) -> dict[str, Any]:
+    names = [name for name, value in vars(type(figures)).items() if isinstance(value, property)]
+    return dataclasses.asdict(figures) | {name: getattr(figures, name) for name in names}
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def stats_of(clock: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
+    elapsed_seconds, cpu_seconds, consumer, stages = clock.read()
     return LoaderStats(
-        kind=measurement.kind,
-        is_running=measurement.is_running,
+        kind=clock.kind,
+        is_running=clock.is_running,
         elapsed_seconds=elapsed_seconds,
         stages=stages,
         loop=LoopStats(
@@ -124,15 +121,75 @@ def stats_of(measurement: EpochClock, bad_sample_policy: BadSamplePolicy) -> Loa
             step_seconds=consumer.step_seconds,
             wake_seconds=consumer.wake_seconds,
         ),
-        window=measurement.window,
-        num_ready=measurement.num_ready,
+        window=clock.window,
+        num_ready=clock.num_ready,
         num_bytes=consumer.num_bytes,
         num_bad_samples=len(bad_sample_policy.bad_samples),
         num_retries=bad_sample_policy.num_retries,
-        num_cores=cpu_count() or 1,
+        num_cores=num_cores(),
         cpu_seconds=cpu_seconds,
     )
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+# -- as text --------------------------------------------------------------------------------------
+
+
+def _row(stage: StageStats) -> list[str]:
+    times = (stage.mean_seconds, stage.p50_seconds, stage.p99_seconds)
+    return [
+        stage.name,
+        "?" if stage.width is None else str(stage.width),
+        "batch" if stage.name in _BATCH_STAGES else "sample",
+        number(stage.samples_per_second),
+        f"{stage.num_busy:.1f}",
+        f"{ratio(stage.cpu_seconds, stage.elapsed_seconds):.1f}",
+        *(duration(seconds) if stage.num_samples else "-" for seconds in times),
+    ]
+
+
+def _loop_lines(stats: LoaderStats) -> Iterator[str]:
+    loop = stats.loop
+    yield (
+        f"loop: {loop.num_batches} batches, {number(loop.batches_per_second)} batches/s, "
+        f"waited {percent(loop.waited_share)}, "
+        f"step {duration(ratio(loop.step_seconds, loop.num_batches))}"
+    )
+    yield (
+        f"      first batch after {duration(loop.first_wait_seconds)}, "
+        f"woken in {duration(loop.wake_seconds)}, {size(stats.num_bytes)} of batches"
+    )
+    if stats.num_bad_samples or stats.num_retries:
+        yield f"      {stats.num_bad_samples} bad samples replaced, {stats.num_retries} retries"
+
+
+def _log_line(stats: LoaderStats) -> str:
+    busy = []
+    for stage in stats.stages:
+        # Collate runs in the workers of another stage, so it has no width of its own.
+        has_width = stage.width is not None and stage.name != "collate"
+        busy.append(f"{stage.name} {stage.num_busy:.1f}" + (f"/{stage.width}" if has_width else ""))
+    if busy:
+        busy[0] += " busy"
+    parts = [
+        f"batch {stats.loop.num_batches}",
+        f"{number(stats.loop.batches_per_second)} batches/s",
+        f"waited {percent(stats.loop.waited_share)}",
+        *busy,
+        f"{stats.num_ready}/{stats.window} ready",
+    ]
+    return " · ".join(parts)
+
+
+class StatsLog:
+    """Logs one line of statistics at a batch, if the interval has passed since the last line."""
+
+    def __init__(self, interval_seconds: float, stats: Callable[[], LoaderStats]) -> None:
+        self._interval_seconds = interval_seconds
+        self._stats = stats
+        self._logged_at = time.monotonic()
+
+    def at_batch(self) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= self._interval_seconds:
+            self._logged_at = now
+            _logger.info("%s", _log_line(self._stats()))

@@ -23,6 +23,8 @@ from .images import picture, save
 
 TIMEOUT_SECONDS = 100
 
+exhaustive = pytest.mark.exhaustive
+
 
 def photo(seed=0, **options):
     return save(picture(seed=seed), "JPEG", **options)
@@ -44,14 +46,14 @@ def run(*arguments):
 
 
 def document(capsys):
-    """What was printed, which is one JSON document and nothing else."""
+    """Return what was printed, which must be one JSON document and nothing else."""
     printed = capsys.readouterr()
     assert printed.err == ""
     return json.loads(printed.out)
 
 
 def command(*arguments, **options):
-    """The command line in a process of its own."""
+    """Run the command line in its own process."""
     return subprocess.run(
         [sys.executable, "-m", "spdl_torch", *map(str, arguments)],
         capture_output=True,
@@ -113,32 +115,41 @@ DAMAGE = {
 }
 
 
-def test_every_damaged_image_is_found_and_no_other(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("num_good", "num_each"), [(30, 1), pytest.param(300, 5, marks=exhaustive)]
+)
+def test_check_finds_damaged_images(num_good, num_each, tmp_path, capsys):
+    """`check` reports every damaged image and no good one."""
     draw = random.Random(0)
-    good = [photo(number % 10, quality=66 + number // 10) for number in range(300)]
+    good = [photo(number % 10, quality=66 + number // 10) for number in range(num_good)]
     for number, jpeg in enumerate(good):
         (tmp_path / str(number % 7)).mkdir(exist_ok=True)
         (tmp_path / str(number % 7) / f"good {number}.JPEG").write_bytes(jpeg)
     expected = set()
     for kind, damaged in DAMAGE.items():
-        for number, jpeg in enumerate(draw.sample(good, 5)):
+        for number, jpeg in enumerate(draw.sample(good, num_each)):
             path = tmp_path / str(number) / f"{kind}.jpg"
             path.write_bytes(damaged(jpeg, draw))
             expected.add(str(path))
     assert run("check", tmp_path, "--json", "--workers", 3) == 1
     report = document(capsys)
     assert {damaged["path"] for damaged in report["damaged"]} == expected
-    assert (report["num_images"], report["num_damaged"]) == (300 + len(expected), len(expected))
+    assert (report["num_images"], report["num_damaged"]) == (
+        num_good + len(expected),
+        len(expected),
+    )
 
 
-def test_check_of_good_images_says_so(folder, capsys):
+def test_check_of_good_images(folder, capsys):
+    """`check` of good images prints only a summary, on stderr."""
     assert run("check", folder) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("12 checked, 0 damaged")
     assert printed.out == ""
 
 
-def test_check_names_the_damaged_image_and_the_reason_in_a_line(folder, capsys):
+def test_check_prints_path_and_reason(folder, capsys):
+    """A damaged image is one line with its path and the reason."""
     path = folder / "[bold]a\nlong name" / ("x" * 200 + ".png")
     path.parent.mkdir()
     path.write_bytes(b"")
@@ -148,7 +159,8 @@ def test_check_names_the_damaged_image_and_the_reason_in_a_line(folder, capsys):
     assert printed.err.startswith("13 checked, 1 damaged")
 
 
-def test_check_of_one_file_does_not_mind_its_name(tmp_path, capsys):
+def test_check_of_one_file(tmp_path, capsys):
+    """A single file is checked whatever its suffix."""
     good, bad = tmp_path / "good", tmp_path / "bad.txt"
     good.write_bytes(photo())
     bad.write_bytes(photo()[:5000])
@@ -158,7 +170,8 @@ def test_check_of_one_file_does_not_mind_its_name(tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{bad}: it is truncated")
 
 
-def test_check_finds_what_cannot_be_opened(folder, capsys):
+def test_check_reports_unopenable_paths(folder, capsys):
+    """Broken links and named pipes are findings; links that lead back are not followed."""
     (folder / "broken.jpg").symlink_to("nowhere.jpg")
     os.mkfifo(folder / "pipe.jpg")
     (folder / "back").symlink_to(folder)
@@ -169,7 +182,8 @@ def test_check_finds_what_cannot_be_opened(folder, capsys):
     }
 
 
-def test_good_jpegs_of_all_layouts_pass(tmp_path, capsys):
+def test_check_accepts_all_jpeg_layouts(tmp_path, capsys):
+    """Good JPEGs of all layouts pass, with anything behind their end."""
     layouts = [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}]
     layouts += [{"restart_marker_blocks": 1}, {"restart_marker_rows": 2}, {"optimize": True}]
     for number, layout in enumerate(layouts):
@@ -184,7 +198,8 @@ def test_good_jpegs_of_all_layouts_pass(tmp_path, capsys):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_check_finds_what_must_not_be_read(folder, capsys):
+def test_check_reports_missing_permissions(folder, capsys):
+    """Files and folders without read permission are findings."""
     (folder / "cats/1.jpg").chmod(0)
     (folder / "dogs").chmod(0)
     try:
@@ -197,7 +212,8 @@ def test_check_finds_what_must_not_be_read(folder, capsys):
     }
 
 
-def test_check_decodes_all_formats_and_leaves_other_files_alone(tmp_path, capsys):
+def test_check_decodes_all_formats(tmp_path, capsys):
+    """All image formats are decoded, and other files are ignored."""
     for suffix in ("jpg", "png", "webp", "gif", "bmp", "tiff"):
         pixels = picture(40, 56)
         (tmp_path / f"a.{suffix}").write_bytes(
@@ -211,8 +227,9 @@ def test_check_decodes_all_formats_and_leaves_other_files_alone(tmp_path, capsys
 # -- bench -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("augment", [[], ["--augment"]])
-def test_bench_measures_three_loaders_that_do_the_same_job(folder, capsys, augment):
+@pytest.mark.parametrize("augment", [["--augment"], pytest.param([], marks=exhaustive)])
+def test_bench_compares_same_work(folder, capsys, augment):
+    """The three loaders deliver the same crops, and their ratios fit together."""
     options = ["--batch-size", 4, "--workers", 2, "--size", 48, "--rounds", 2, *augment]
     assert run("bench", folder, "--json", *options) == 0
     report = document(capsys)
@@ -231,7 +248,8 @@ def test_bench_measures_three_loaders_that_do_the_same_job(folder, capsys, augme
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_the_code_of_bench_can_be_pasted(folder, capsys, is_flat):
+def test_bench_code_runs(folder, capsys, is_flat):
+    """The printed code makes a loader of the same images."""
     if is_flat:
         folder /= "cats"
     options = ["--batch-size", 3, "--workers", 1, "--size", 32, "--rounds", 1]
@@ -245,7 +263,8 @@ def test_the_code_of_bench_can_be_pasted(folder, capsys, is_flat):
     assert len(batches) == (2 if is_flat else 4)
 
 
-def test_bench_leaves_out_what_not_everybody_can_decode(folder, capsys):
+def test_bench_leaves_out_undecodable_images(folder, capsys):
+    """Images that one of the decoders cannot read are left out, and counted."""
     (folder / "cats/damaged.jpg").write_bytes(photo()[:5000])
     (folder / "cats/windows.bmp").write_bytes(save(picture(), "BMP"))
     (folder / "none of these").mkdir()
@@ -254,12 +273,13 @@ def test_bench_leaves_out_what_not_everybody_can_decode(folder, capsys):
     printed = capsys.readouterr().out
     assert "12 of 14 images" in printed
     assert "1 worker each" in printed
-    assert "One round, which may be chance" in printed
+    assert "One round may be chance" in printed
     assert "not every loader can decode them: 2." in printed
     assert f'ImageFolder("{folder}", loader=images, allow_empty=True)' in printed
 
 
-def test_bench_refuses_a_batch_of_more_images_than_there_are(folder, capsys):
+def test_bench_refuses_large_batch_size(folder, capsys):
+    """A batch size above the number of images is an error of one line."""
     assert run("bench", folder, "--batch-size", 13) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -267,12 +287,16 @@ def test_bench_refuses_a_batch_of_more_images_than_there_are(folder, capsys):
     assert "Give --batch-size 12 or less." in printed.err
 
 
-def test_bench_of_few_images_takes_smaller_batches_than_the_default(folder, capsys):
+@exhaustive
+def test_bench_reduces_default_batch_size(folder, capsys):
+    """The default batch size is reduced to the number of images."""
     assert run("bench", folder, "--json", "--workers", 1, "--size", 32, "--rounds", 1) == 0
     assert document(capsys)["batch_size"] == 12
 
 
-def test_bench_says_how_the_ratio_is_taken_and_where_rounds_disagree(folder, capsys, monkeypatch):
+@exhaustive
+def test_bench_explains_ratios(folder, capsys, monkeypatch):
+    """The output says how ratios are taken and where the rounds disagree."""
     monkeypatch.setenv("COLUMNS", "80")
     ticks = itertools.count()
     # Every delivery is as long after the one before.
@@ -286,7 +310,8 @@ def test_bench_says_how_the_ratio_is_taken_and_where_rounds_disagree(folder, cap
     assert printed.count("1.00 (1.00–1.00)") == printed.count("no clear difference") == 2
 
 
-def test_bench_of_nothing_but_damaged_images_fails(tmp_path, capsys):
+def test_bench_without_good_images_fails(tmp_path, capsys):
+    """A folder without a good image is an error that names `check`."""
     (tmp_path / "a.jpg").write_bytes(b"text")
     assert run("bench", tmp_path, "--workers", 1) == 1
     assert "spdl-torch check" in capsys.readouterr().err
@@ -299,7 +324,7 @@ import torch.utils.data
 import spdl_torch
 
 def make_loader():
-    return spdl_torch.DataLoader(range(64), batch_size=4, num_workers=2)
+    return spdl_torch.DataLoader(range(64), batch_size=4)
 
 def make_torch_loader():
     return torch.utils.data.DataLoader(range(64))
@@ -346,25 +371,38 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def test_profile_of_a_folder_is_printed_and_saved(folder, tmp_path, capsys):
+def test_profile_is_saved(module, tmp_path, capsys):
+    """The profile is printed, and saved as a page and as a trace."""
     html, trace = tmp_path / "report.html", tmp_path / "trace.json"
-    options = ["--batches", 4, "--batch-size", 2, "--workers", 2, "--size", 32, "--augment"]
-    assert run("profile", folder, *options, "--html", html, "--trace", trace) == 0
+    files = ["--html", html, "--trace", trace]
+    assert run("profile", f"{module}:make_loader", "--batches", 4, *files) == 0
     printed = capsys.readouterr().out
-    assert "preprocess" in printed
+    assert "loop: 4 batches" in printed
     assert printed.endswith(f"saved {html}\nsaved {trace}\n")
     assert "<html" in html.read_text()
-    assert json.loads(trace.read_text())
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_profile_of_a_function_finds_it_in_the_current_directory(module, capsys):
+@exhaustive
+def test_profile_of_folder(folder, capsys):
+    """The images of a folder are profiled with worker threads, stage by stage."""
+    options = ["--batches", 4, "--batch-size", 2, "--workers", 2, "--size", 32, "--augment"]
+    assert run("profile", folder, *options, "--json") == 0
+    report = document(capsys)
+    assert report["stats"]["loop"]["num_batches"] == 4
+    assert [one["stage"] for one in report["scalings"]] == ["load", "preprocess", "collate"]
+
+
+def test_profile_of_function(module, capsys):
+    """The function is imported from the current directory."""
     assert run("profile", f"{module}:make_loader", "--batches", 4, "--json") == 0
     report = document(capsys)
     assert report["stats"]["loop"]["num_batches"] >= 1
     assert report["stats"]["verdict"]["sentence"]
 
 
-def test_profile_of_torchs_loader_says_what_to_change(module, capsys):
+def test_profile_of_torch_loader_fails(module, capsys):
+    """A loader of torch's class is an error that says which import to change."""
     assert run("profile", f"{module}:make_torch_loader") == 2
     assert "from spdl_torch import DataLoader" in capsys.readouterr().err
 
@@ -377,7 +415,8 @@ def test_profile_of_torchs_loader_says_what_to_change(module, capsys):
         ("make_nothing", "make_nothing"),
     ],
 )
-def test_a_traceback_begins_in_the_users_code(factory, first_function, module, capsys):
+def test_traceback_begins_in_user_code(factory, first_function, module, capsys):
+    """The traceback of the user's exception begins at the first line of the user's code."""
     assert run("profile", f"{module}:{factory}") == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -386,7 +425,8 @@ def test_a_traceback_begins_in_the_users_code(factory, first_function, module, c
     assert any(line == "KeyError: 'of the user'" for line in lines)
 
 
-def test_a_syntax_error_of_the_user_is_shown_without_our_frames(module, capsys):
+def test_syntax_error_has_no_frames(module, capsys):
+    """A syntax error is printed without frames of this package."""
     Path(f"{module}.py").write_text("def make(:\n")
     assert run("profile", f"{module}:make") == 1
     printed = capsys.readouterr().err
@@ -395,7 +435,8 @@ def test_a_syntax_error_of_the_user_is_shown_without_our_frames(module, capsys):
     assert "SyntaxError" in printed
 
 
-def test_profile_of_a_damaged_image_fails_in_a_line(folder, capsys):
+def test_profile_of_damaged_image_fails(folder, capsys):
+    """A damaged image is an error of one line that names `check`."""
     for path in folder.glob("cats/*"):
         path.write_bytes(b"")
     assert run("profile", folder, "--batch-size", 2, "--workers", 1) == 1
@@ -409,7 +450,9 @@ def test_profile_of_a_damaged_image_fails_in_a_line(folder, capsys):
 # -- demo ------------------------------------------------------------------------------------------
 
 
-def test_the_demo_trains_with_both_loaders_and_gives_a_verdict(capsys):
+@exhaustive
+def test_demo_trains_with_both_loaders(capsys):
+    """Both models learn, and the document has a verdict."""
     assert run("demo", "--images", 64, "--workers", 2, "--json") == 0
     report = document(capsys)
     torchs, ours = report["loaders"]
@@ -421,7 +464,9 @@ def test_the_demo_trains_with_both_loaders_and_gives_a_verdict(capsys):
     assert report["stats"]["verdict"]["sentence"]
 
 
-def test_the_demo_shows_a_table(capsys):
+@exhaustive
+def test_demo_prints_table(capsys):
+    """The demo prints a table with both loaders and the verdict."""
     assert run("demo", "--images", 32, "--workers", 1) == 0
     printed = capsys.readouterr().out
     for word in ("images/s", "accuracy", "torch + PIL", "spdl_torch", "Verdict: ", "1 worker."):
@@ -439,7 +484,7 @@ def test_the_demo_shows_a_table(capsys):
         ([], "required: COMMAND"),
         (["sing"], "invalid choice: 'sing'"),
         (["--workres"], "unknown option --workres"),
-        (["--workers", "4", "bench", "empty"], "unknown option --workers; those of a command"),
+        (["--workers", "4", "bench", "empty"], "unknown option --workers; options of a command"),
         (["check", "empty", "--workres", "4"], "unrecognized arguments: --workres 4"),
         (["check"], "required: DIR|FILE"),
         (["check", "nowhere"], "nowhere: No such file or directory"),
@@ -466,7 +511,8 @@ def test_the_demo_shows_a_table(capsys):
         ),
     ],
 )
-def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(arguments, message, module, capsys):
+def test_wrong_usage_exits_with_2(arguments, message, module, capsys):
+    """Wrong usage is one line on stderr and exit code 2."""
     Path("empty").mkdir()
     Path("file.jpg").touch()
     assert run(*(argument.format(module=module) for argument in arguments)) == 2
@@ -478,14 +524,16 @@ def test_wrong_usage_is_one_line_on_stderr_and_exit_code_2(arguments, message, m
 
 
 @pytest.mark.parametrize("name", [None, "demo", "bench", "profile", "check"])
-def test_help_has_an_example(name, capsys):
+def test_help_has_example(name, capsys):
+    """The help of every command ends with an example."""
     with pytest.raises(SystemExit) as exit_info:
         run(*filter(None, [name]), "--help")
     assert exit_info.value.code == 0
     assert f"  spdl-torch {name or 'demo'}" in capsys.readouterr().out.split("example")[-1]
 
 
-def test_the_version_is_printed(capsys):
+def test_version_is_printed(capsys):
+    """`--version` prints the version of the package."""
     with pytest.raises(SystemExit) as exit_info:
         run("--version")
     assert exit_info.value.code == 0
@@ -495,7 +543,9 @@ def test_the_version_is_printed(capsys):
 # -- in a process of its own -----------------------------------------------------------------------
 
 
-def test_a_pipe_gets_words_without_colours_or_bars(folder):
+@exhaustive
+def test_pipe_gets_plain_text(folder):
+    """Output to a pipe has neither colours nor progress bars."""
     (folder / "empty.jpg").touch()
     plain = {"NO_COLOR": "1", "FORCE_COLOR": "", "PYTHONIOENCODING": "ascii"}
     program = command("check", folder, env=os.environ | plain)
@@ -506,7 +556,9 @@ def test_a_pipe_gets_words_without_colours_or_bars(folder):
     assert program.stderr.count("\n") == 1
 
 
-def test_a_terminal_gets_bars_and_whole_lines(folder):
+@exhaustive
+def test_terminal_gets_progress_bar(folder):
+    """A terminal shows progress bars and whole lines."""
     (folder / "empty.jpg").touch()
     leader, follower = pty.openpty()
     arguments = [sys.executable, "-m", "spdl_torch", "check", str(folder)]
@@ -525,11 +577,12 @@ def test_a_terminal_gets_bars_and_whole_lines(folder):
 def _read(descriptor):
     try:
         return os.read(descriptor, 4096)
-    except OSError:  # Linux says so when nobody is left to write.
+    except OSError:  # Linux raises this when the other end is closed.
         return b""
 
 
-def test_ctrl_c_while_workers_are_busy_ends_with_exit_code_130(tmp_path, module):
+def test_ctrl_c_exits_with_130(tmp_path, module):
+    """Ctrl-C while workers are busy ends the command with exit code 130."""
     Path(f"{module}.py").write_text(
         "import os, signal\n"
         "import spdl_torch\n"

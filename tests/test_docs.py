@@ -200,16 +200,10 @@ CLASSES = {name for name, value in PUBLIC.items() if inspect.isclass(value)}
 
 WITHOUT_EXAMPLE = {
     "BadSample",
-    "CachedLoader",
     "DataLoader",
-    "LoaderStats",
-    "LoopStats",
-    "Profile",
     "ReplaceBadSamples",
     "RetryLoad",
-    "StageStats",
     "TooManyBadSamples",
-    "Verdict",
 }
 """Public classes whose docstring has no example yet."""
 

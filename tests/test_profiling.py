@@ -30,6 +30,11 @@ from .datasets import Sharded, Squares, StagedMany
 SIZE = 80
 BATCH_SIZE = 4
 
+with_sweep = pytest.mark.parametrize(
+    "sweep", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
+)
+"""A sweep takes seconds: the default tier has it in one test."""
+
 
 class Slow(StagedDataset):
     def __len__(self):
@@ -61,7 +66,8 @@ def loader_of(dataset=None, **arguments):
 
 
 @pytest.mark.parametrize("cls", [Slow, SlowAsync])
-def test_every_sample_of_the_batches_is_in_the_timeline(cls):
+def test_timeline_has_every_sample(cls):
+    """Every sample of the delivered batches is in the timeline."""
     profile = loader_of(cls()).profile(num_batches=10, sweep=False)
     assert profile.stats.loop.num_batches == 10
     for stage in ("load", "preprocess"):
@@ -83,7 +89,8 @@ def test_every_sample_of_the_batches_is_in_the_timeline(cls):
     assert min(span.started_seconds for span in profile.spans) == 0.0
 
 
-def test_the_spans_of_one_worker_do_not_overlap():
+def test_spans_of_worker_are_disjoint():
+    """The spans of one worker thread do not overlap."""
     profile = loader_of().profile(num_batches=10, sweep=False)
     by_worker = {}
     for span in profile.spans:
@@ -107,9 +114,11 @@ def test_the_spans_of_one_worker_do_not_overlap():
         {"dataset": Squares(SIZE), "persistent_workers": True, "shuffle": True},
     ],
 )
-def test_any_loader_can_be_profiled(arguments, tmp_path):
+@with_sweep
+def test_any_loader_can_be_profiled(arguments, sweep, tmp_path):
+    """A profile can be made of every kind of loader, and leaves no thread."""
     loader = loader_of(**arguments)
-    profile = loader.profile(num_batches=1000)  # More than there are.
+    profile = loader.profile(num_batches=1000, sweep=sweep)  # More than there are.
     is_batched = arguments.get("batch_size", BATCH_SIZE) is not None
     assert profile.stats.loop.num_batches == (SIZE // BATCH_SIZE if is_batched else SIZE)
     assert profile.stats.verdict.kind in str(profile)
@@ -120,13 +129,15 @@ def test_any_loader_can_be_profiled(arguments, tmp_path):
     loader.close()
 
 
-def test_an_executor_is_profiled():
+def test_executor_is_in_timeline():
+    """The work of an executor is in the timeline."""
     with ThreadPoolExecutor(2) as pool:
         profile = loader_of(preprocess_executor=pool).profile(num_batches=5, sweep=False)
     assert "preprocess" in {span.stage for span in profile.spans}
 
 
-def test_a_profile_is_saved_as_what_its_suffix_says(tmp_path):
+def test_save_checks_suffix(tmp_path):
+    """The suffix chooses the format; others are an error."""
     profile = loader_of(Squares(SIZE)).profile(num_batches=2, sweep=False)
     with pytest.raises(ValueError, match=r"saved as .json .* or .html .*, not report.pdf"):
         profile.save(tmp_path / "report.pdf")
@@ -151,18 +162,21 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("profiled", ["before", "in mid-epoch"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_loader_goes_on_as_if_nothing_had_been(name, profiled):
+@with_sweep
+def test_profile_changes_no_order(name, profiled, sweep):
+    """Profiling changes neither the order of the loader nor the global generators."""
+
     def batches(is_profiled):
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         loader = loader_of(Squares(SIZE), **SAMPLERS[name]())
         if is_profiled and profiled == "before":
-            loader.profile(num_batches=3)
+            loader.profile(num_batches=3, sweep=sweep)
         iterator = iter(loader)
         found = [next(iterator).tolist()]
         if is_profiled and profiled == "in mid-epoch":
-            loader.profile(num_batches=3)
+            loader.profile(num_batches=3, sweep=sweep)
         found += [batch.tolist() for batch in iterator]
         found += [batch.tolist() for batch in loader]
         return found, float(torch.rand(())), float(np.random.rand()), random.random()
@@ -170,11 +184,13 @@ def test_the_loader_goes_on_as_if_nothing_had_been(name, profiled):
     assert batches(is_profiled=True) == batches(is_profiled=False)
 
 
-def test_the_statistics_and_the_state_of_the_loader_stay_its_own():
+@with_sweep
+def test_profile_keeps_loader_state(sweep):
+    """Profiling changes neither the statistics nor the state of the loader."""
     loader = loader_of(Squares(SIZE), seed=1, shuffle=True)
     list(loader)
     stats, state = loader.stats(), loader.state_dict()
-    loader.profile(num_batches=3)
+    loader.profile(num_batches=3, sweep=sweep)
     assert loader.stats() == stats
     assert loader.state_dict() == state
 
@@ -201,14 +217,16 @@ class Wrapped(Shuffled):
 
 
 @pytest.mark.parametrize("cls", [Shuffled, Wrapped])
-def test_a_sampler_stays_where_it_is(cls):
+def test_profile_keeps_sampler(cls):
+    """Profiling does not advance a sampler with its own generator."""
     profiled, other = (loader_of(Squares(SIZE), sampler=cls()) for _ in range(2))
     profiled.profile(num_batches=3, sweep=False)
     assert [b.tolist() for b in profiled] == [b.tolist() for b in other]
 
 
 @pytest.mark.parametrize("iterator", [map(list, [[0], [1]]), ([n] for n in range(2))])
-def test_a_sampler_that_would_be_used_up_is_refused(iterator):
+def test_iterator_as_sampler_is_refused(iterator):
+    """A sampler that cannot be copied is an error, and is not consumed."""
     loader = DataLoader(Squares(SIZE), batch_sampler=iterator, num_workers=2)
     with pytest.raises(TypeError, match=r"profile\(\) needs a sampler that it can copy"):
         loader.profile(num_batches=1)
@@ -227,7 +245,8 @@ class Counter(IterableDataset):
             yield self.number - 1
 
 
-def test_an_iterable_dataset_stays_where_it_is():
+def test_profile_keeps_iterable_dataset():
+    """Profiling does not advance an iterable dataset that stores its position."""
     loader = DataLoader(Counter(), batch_size=2)
     iterator = iter(loader)
     found = [next(iterator).tolist()]
@@ -236,7 +255,9 @@ def test_an_iterable_dataset_stays_where_it_is():
     assert found == [[n, n + 1] for n in range(0, 12, 2)]
 
 
-def test_bad_samples_of_a_profile_are_not_on_record(tmp_path):
+def test_profile_records_no_bad_samples(tmp_path):
+    """Bad samples of a profile are neither kept nor logged."""
+
     class Damaged(Slow):
         def load(self, index):
             if index == 3:
@@ -256,7 +277,8 @@ def fail(batch):
 
 
 @pytest.mark.parametrize("worker_method", ["thread", "multiprocessing"])
-def test_a_step_that_fails_leaves_no_workers(worker_method):
+def test_failing_step_leaves_no_workers(worker_method):
+    """An exception in the step ends all workers."""
     loader = loader_of(Squares(4000), worker_method=worker_method)
     with pytest.raises(ValueError, match="in the step") as caught:
         loader.profile(num_batches=3, step=fail)
@@ -275,13 +297,17 @@ class InWhichThreads(Squares):
         return index
 
 
-def test_who_wants_no_threads_has_none_in_the_sweep_either():
+def test_no_sweep_without_threads():
+    """A loader without worker threads is not measured with threads."""
     dataset = InWhichThreads(SIZE)
     assert DataLoader(dataset, batch_size=4).profile(num_batches=2).scalings == ()
     assert dataset.threads == {threading.current_thread()}
 
 
-def test_slow_samples_do_not_make_a_profile_endless():
+@pytest.mark.exhaustive
+def test_slow_samples_limit_the_sweep():
+    """The sweep stops early for slow samples."""
+
     class Heavy(Squares):
         def __getitem__(self, index):
             time.sleep(0.2)
@@ -294,7 +320,8 @@ def test_slow_samples_do_not_make_a_profile_endless():
     assert time.monotonic() - started < 15  # One batch after the other would take 26.
 
 
-def test_no_batches_are_no_profile():
+def test_num_batches_is_checked():
+    """num_batches must be at least 1."""
     with pytest.raises(ValueError, match="num_batches must be at least 1"):
         loader_of().profile(num_batches=0)
 
@@ -302,8 +329,9 @@ def test_no_batches_are_no_profile():
 # -- each stage by itself -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [Slow, SlowAsync])
-def test_what_waits_rises_with_more_workers_and_what_holds_the_lock_does_not(cls):
+@pytest.mark.parametrize("cls", [Slow, pytest.param(SlowAsync, marks=pytest.mark.exhaustive)])
+def test_scaling_of_stages(cls):
+    """Waiting scales with the number of workers, and holding the GIL does not."""
     profile = loader_of(cls()).profile(num_batches=2)
     load, preprocess, collate = profile.scalings
     assert [scaling.stage for scaling in profile.scalings] == ["load", "preprocess", "collate"]
@@ -316,7 +344,10 @@ def test_what_waits_rises_with_more_workers_and_what_holds_the_lock_does_not(cls
     assert collate.throughputs[0][1] > 1000
 
 
-def test_a_stage_that_cannot_be_had_alone_has_no_figure():
+@pytest.mark.exhaustive
+def test_unrepeatable_stage_has_no_scaling():
+    """A stage that cannot be repeated is left out of the sweep."""
+
     class Once(Slow):
         def __init__(self):
             self.seen = set()
@@ -334,7 +365,8 @@ def test_a_stage_that_cannot_be_had_alone_has_no_figure():
 # -- how fast the loop could be -------------------------------------------------------------------
 
 
-def test_the_headroom_is_what_the_steps_alone_would_take():
+def test_headroom_is_speed_of_steps():
+    """The headroom is the throughput of the steps alone."""
     steps = []
 
     def step(batch):
@@ -350,7 +382,8 @@ def test_the_headroom_is_what_the_steps_alone_would_take():
     assert profile.stats.loop.step_seconds >= 0.002 * 9
 
 
-def test_what_is_done_once_is_no_headroom():
+def test_headroom_ignores_first_step():
+    """A slow first step does not count as headroom."""
     steps = []
 
     def step(batch):
@@ -361,7 +394,8 @@ def test_what_is_done_once_is_no_headroom():
     assert 1.0 <= profile.headroom.speed_up < 1.5
 
 
-def test_without_a_step_there_is_no_headroom():
+def test_no_headroom_without_step():
+    """Without a step there is no headroom."""
     assert loader_of().profile(num_batches=2, sweep=False).headroom is None
 
 
@@ -373,7 +407,8 @@ class Counting(Squares):
         return index
 
 
-def test_a_cached_loader_gives_the_first_batches_again_and_again():
+def test_cached_loader_repeats_batches():
+    """A cached loader loads the first batches once and repeats them."""
     dataset = Counting(40)
     loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=3)
     assert len(loader) == 10
@@ -383,14 +418,16 @@ def test_a_cached_loader_gives_the_first_batches_again_and_again():
     assert dataset.num_loaded == 12
 
 
-def test_a_cached_loader_begins_anew_if_it_was_left_too_early():
+def test_cached_loader_left_early():
+    """A cached loader that was left early starts again."""
     dataset = Counting(40)
     loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=3)
     next(iter(loader))
     assert [int(batch[0]) for batch in loader] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
 
 
-def test_a_cached_loader_of_fewer_batches_than_it_may_keep_keeps_all():
+def test_cached_loader_of_few_batches():
+    """A cached loader of few batches keeps all of them."""
     dataset = Counting(8)
     loader = CachedLoader(torch.utils.data.DataLoader(dataset, batch_size=4), num_batches=100)
     for _ in range(3):
@@ -398,27 +435,31 @@ def test_a_cached_loader_of_fewer_batches_than_it_may_keep_keeps_all():
     assert dataset.num_loaded == 8
 
 
-def test_two_loops_over_a_cached_loader_do_not_disturb_each_other():
+def test_two_loops_over_cached_loader():
+    """Two loops over one cached loader are independent."""
     loader = CachedLoader(torch.utils.data.DataLoader(Counting(40), batch_size=4), num_batches=3)
     pairs = list(zip(loader, loader, strict=True))
     assert len(pairs) == 10
     assert [int(batch[0]) for batch in loader] == [0, 4, 8] * 3 + [0]
 
 
-def test_a_cached_loader_is_as_long_as_it_is_told():
+def test_length_of_cached_loader():
+    """The length of a cached loader can be given."""
     loader = CachedLoader(DataLoader(Sharded(8), batch_size=4), 1, length=5)
     assert len(loader) == len(list(loader)) == 5
     assert len(list(CachedLoader(DataLoader(Squares(8), batch_size=4), 100))) == 2
 
 
-def test_a_cached_loader_needs_a_length_and_a_batch():
-    with pytest.raises(TypeError, match="Give CachedLoader one: length=1000"):
+def test_cached_loader_checks_arguments():
+    """A cached loader needs a length and at least one batch."""
+    with pytest.raises(TypeError, match="Pass one to CachedLoader, as in length=1000"):
         next(iter(CachedLoader((batch for batch in [1]), 1)))
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="num_batches must be at least 1, got 0"):
         CachedLoader([1], 0)
 
 
-def test_a_cached_loader_has_what_its_loader_has():
+def test_cached_loader_has_loader_attributes():
+    """A cached loader has the attributes of its loader."""
     loader = loader_of(Squares(8))
     cached = CachedLoader(loader, 1)
     assert cached.dataset is loader.dataset

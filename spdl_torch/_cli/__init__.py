@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and give its exit code: 0, 1 (found or failed), 2 (usage) or 130 (Ctrl-C).
+    """Run a command and return its exit code: 0, 1 (found or failed), 2 (usage) or 130 (Ctrl-C).
 
     Args:
         arguments: of the command line. Default: those of the process.
@@ -22,23 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parsed(arguments)
         prefix = f"spdl-torch {options.command}"
+        # Imported here: `--help` need not wait for the libraries of all commands.
+        command = importlib.import_module(f"._{options.command}", __package__)
         with warnings.catch_warnings():
-            return _run(options.command, options)
+            exit_code: int = command.run(options)
+            return exit_code
     except CommandError as error:
-        return _fail(f"{error.prefix or prefix}: error: {error}", error.exit_code)
+        message, exit_code = f"{error.prefix or prefix}: error: {error}", error.exit_code
     except KeyboardInterrupt:
-        return _fail(f"{prefix}: interrupted", 130)
-
-
-def _run(command: str, options: object) -> int:
-    # Each command brings its libraries along, so that `--help` need not wait for them.
-    room = importlib.import_module(f"._{command}", __package__)
-    exit_code: int = room.run(options)
-    return exit_code
-
-
-def _fail(message: str, exit_code: int) -> int:
-    from ._screen import print_error  # noqa: PLC0415 (rich, for those who need it)
+        message, exit_code = f"{prefix}: interrupted", 130
+    from ._screen import print_error  # noqa: PLC0415 (rich is not needed for --help)
 
     print_error(message)
     return exit_code

@@ -1,4 +1,4 @@
-"""`spdl-torch demo`: a small model trained with our loader and with torch's."""
+"""`spdl-torch demo`: train a small model with our loader and with torch's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from .. import DataLoader
-from ._job import ImageJob
-from ._photos import NUM_CLASSES, make_photos
+from .._stats import num_cores
+from ._images import ImageJob
 from ._screen import Screen, counted
 
 __all__ = ["run"]
@@ -27,34 +30,38 @@ __all__ = ["run"]
 _SIZE = 224
 _BATCH_SIZE = 32
 _NUM_EPOCHS = 2
+_NUM_CLASSES = 8
+_SCENE_SIZE = (750, 1000)
+"""(height, width) of the picture that the images of a class are cut out of."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Make images, train with both loaders in turn, and show a table and the verdict on ours."""
-    warnings.simplefilter("ignore")  # torch on many workers; nothing that is of interest here.
+    warnings.simplefilter("ignore")  # torch warns of many workers.
     screen = Screen(as_json=options.json)
     with tempfile.TemporaryDirectory(prefix="spdl-torch-demo-") as folder:
-        with screen.bar("making images", options.images, "images") as bar:
-            num_bytes = make_photos(Path(folder), options.images, bar.advance)
+        with screen.bar("making images", options.images, "images") as advance:
+            num_bytes = _make_images(Path(folder), options.images, advance)
         screen.say(
-            f"{options.images:,} images of {NUM_CLASSES} classes, "
-            f"{num_bytes / options.images / 1000:.0f} kB each; random parts of them, mirrored at "
-            f"random, {_SIZE}×{_SIZE} pixels, batches of {_BATCH_SIZE}, "
+            f"{options.images:,} images of {_NUM_CLASSES} classes, "
+            f"{num_bytes / options.images / 1000:.0f} kB each; random crops, flipped at random, "
+            f"{_SIZE}×{_SIZE} pixels, batches of {_BATCH_SIZE}, "
             f"{counted(options.workers, 'worker')}."
         )
         job = ImageJob(Path(folder), _SIZE, is_augmented=True)
-        torchs = _Run("torch + PIL", _torch_loader(job, options.workers))
-        with _our_loader(job, options.workers) as loader:
-            ours = _Run("spdl_torch", loader)
+        arguments = {"batch_size": _BATCH_SIZE, "shuffle": True, "num_workers": options.workers}
+        torchs = _Training("torch + PIL", TorchDataLoader(job.by_pil(), **arguments))
+        with DataLoader(job.ours(), **arguments) as loader:
+            ours = _Training("spdl_torch", loader)
             _train_in_turn([torchs, ours], options.images, screen)
             stats = loader.stats()
-    ratio = torchs.seconds / ours.seconds
+    speed_up = torchs.seconds / ours.seconds
     screen.show(_table([torchs, ours]))
     screen.say(
-        "Loss and accuracy differ slightly, for another decoder and another resize round pixels "
-        "differently. `spdl-torch bench DIR` compares with torchvision.io too."
+        "Loss and accuracy differ slightly, because another decoder and another resize round "
+        "pixels differently. `spdl-torch bench DIR` compares with torchvision.io too."
     )
-    screen.say(f"spdl_torch trains at {ratio:.2f} times the speed of torch + PIL here.")
+    screen.say(f"spdl_torch trains at {speed_up:.2f} times the speed of torch + PIL here.")
     screen.say(f"Verdict: {stats.verdict}")
     screen.document(
         {
@@ -62,82 +69,85 @@ def run(options: argparse.Namespace) -> int:
             "num_bytes": num_bytes,
             "workers": options.workers,
             "batch_size": _BATCH_SIZE,
-            "loaders": [torchs.as_dict(), ours.as_dict()],
-            "speed_up": ratio,
+            "loaders": [{"name": one.name, "epochs": one.epochs} for one in (torchs, ours)],
+            "speed_up": speed_up,
             "stats": stats.as_dict(),
         }
     )
     return 0
 
 
-# -- loaders ---------------------------------------------------------------------------------------
-
-
-def _torch_loader(job: ImageJob, num_workers: int) -> TorchDataLoader[Any]:
-    return TorchDataLoader(
-        job.by_pil(), batch_size=_BATCH_SIZE, shuffle=True, num_workers=num_workers
-    )
-
-
-def _our_loader(job: ImageJob, num_workers: int) -> DataLoader[Any]:
-    return DataLoader(job.ours(), batch_size=_BATCH_SIZE, shuffle=True, num_workers=num_workers)
+def _table(trainings: list[_Training]) -> Table:
+    table = Table()
+    table.add_column("loader", no_wrap=True)
+    for head in ("epoch", "images/s", "seconds", "loss", "accuracy"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for training in trainings:
+        for number, epoch in enumerate(training.epochs, 1):
+            table.add_row(
+                training.name if number == 1 else "",
+                str(number),
+                f"{epoch['images_per_second']:,.0f}",
+                f"{epoch['seconds']:.2f}",
+                f"{epoch['loss']:.2f}",
+                f"{epoch['accuracy']:.0%}",
+                end_section=number == len(training.epochs),
+            )
+    return table
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
-def _train_in_turn(runs: list[_Run], num_images: int, screen: Screen) -> None:
+def _train_in_turn(trainings: list[_Training], num_images: int, screen: Screen) -> None:
     num_threads = torch.get_num_threads()
-    # The cores are for the workers, of both loaders. Threads of a small model would only be in
-    # their way.
+    # The cores are for the workers of the loaders. Threads of a small model would slow them down.
     torch.set_num_threads(1)
     try:
-        _warm_up()
+        # What torch does only once should not count for the first training.
+        images = torch.zeros(_BATCH_SIZE, 3, _SIZE, _SIZE, dtype=torch.uint8)
+        labels = torch.arange(_BATCH_SIZE) % _NUM_CLASSES
+        _Training("warm-up", [(images, labels)] * 3).train(lambda _: None)
         for number in range(1, _NUM_EPOCHS + 1):
-            for run_ in runs:
-                with screen.bar(f"epoch {number}, {run_.name}", num_images, "images") as bar:
-                    run_.train(bar.advance)
-            runs = runs[::-1]  # Who comes first finds another machine than who comes last.
+            for training in trainings:
+                with screen.bar(
+                    f"epoch {number}, {training.name}", num_images, "images"
+                ) as advance:
+                    training.train(advance)
+            trainings = trainings[::-1]  # The first may find the machine in another state.
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _warm_up() -> None:
-    """Do what torch does once only, which the first to train would have to wait for."""
-    batch = torch.zeros(_BATCH_SIZE, 3, _SIZE, _SIZE, dtype=torch.uint8), torch.arange(_BATCH_SIZE)
-    run_ = _Run("warm-up", [(batch[0], batch[1] % NUM_CLASSES)] * 3)
-    run_.train(lambda _: None)
+class _Training:
+    """A model and the loader that feeds it."""
 
-
-@dataclass(frozen=True)
-class _Epoch:
-    seconds: float
-    images_per_second: float
-    loss: float
-    accuracy: float
-
-
-@dataclass
-class _Run:
-    """A model, and the loader that feeds it."""
-
-    name: str
-    loader: Iterable[tuple[Tensor, Tensor]]
-    epochs: list[_Epoch] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, loader: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.name = name
+        self.epochs: list[dict[str, float]] = []
+        self._loader = loader
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # Both begin with the same weights.
-            self._model = _Model()
+            torch.manual_seed(0)  # Both models start with the same weights.
+            # Small, so that loading takes most of the time, as with a fast GPU.
+            self._model = nn.Sequential(
+                nn.Conv2d(3, 16, 4, stride=2),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 3, stride=2),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(2),
+                nn.Flatten(),
+                nn.Linear(128, _NUM_CLASSES),
+            )
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-2)
 
     def train(self, on_images: Callable[[int], object]) -> None:
-        """One epoch; `on_images` is told of every batch how many images there were."""
-        torch.manual_seed(len(self.epochs))  # Both draw the same order.
+        """Train for one epoch; `on_images` is called with the number of images of each batch."""
+        torch.manual_seed(len(self.epochs))  # Both loaders draw the same order.
         started_seconds = time.perf_counter()
         losses, num_right, num_images = [], 0, 0
-        for images, labels in self.loader:
-            scores = self._model(images)
+        for images, labels in self._loader:
+            # The model sees every fourth row and column.
+            scores = self._model(images[:, :, ::4, ::4].float() / 127.5 - 1)
             loss = nn.functional.cross_entropy(scores, labels)
             self._optimizer.zero_grad()
             loss.backward()
@@ -148,60 +158,66 @@ class _Run:
             on_images(len(labels))
         seconds = time.perf_counter() - started_seconds
         self.epochs.append(
-            _Epoch(
-                seconds,
-                num_images / seconds,
-                statistics.mean(losses),
-                num_right / num_images,
-            )
+            {
+                "seconds": seconds,
+                "images_per_second": num_images / seconds,
+                "loss": statistics.mean(losses),
+                "accuracy": num_right / num_images,
+            }
         )
 
     @property
     def seconds(self) -> float:
-        return sum(epoch.seconds for epoch in self.epochs)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "epochs": [asdict(epoch) for epoch in self.epochs]}
+        return sum(epoch["seconds"] for epoch in self.epochs)
 
 
-class _Model(nn.Module):
-    """Small, so that loading is what one waits for, as with a fast GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._layers = nn.Sequential(
-            nn.Conv2d(3, 16, 4, stride=2),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(128, NUM_CLASSES),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Scores of images in uint8, of which every fourth row and column is looked at."""
-        scores: Tensor = self._layers(images[:, :, ::4, ::4].float() / 127.5 - 1)
-        return scores
+# -- images that cost as much to decode as ImageNet's ----------------------------------------------
 
 
-# -- report ----------------------------------------------------------------------------------------
+def _make_images(folder: Path, num_images: int, on_made: Callable[[], object]) -> int:
+    """Write JPEG files, a subfolder for each class, and return their size in bytes."""
+    num_bytes = 0
+    with ThreadPoolExecutor(num_cores()) as threads:
+        scenes = list(threads.map(_scene, range(_NUM_CLASSES)))
+        for number in range(_NUM_CLASSES):
+            (folder / f"class-{number}").mkdir()
+        for size in threads.map(partial(_save_image, folder, scenes), range(num_images)):
+            num_bytes += size
+            on_made()
+    return num_bytes
 
 
-def _table(runs: list[_Run]) -> Table:
-    table = Table()
-    table.add_column("loader", no_wrap=True)
-    for head in ("epoch", "images/s", "seconds", "loss", "accuracy"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for run_ in runs:
-        for number, epoch in enumerate(run_.epochs, 1):
-            table.add_row(
-                run_.name if number == 1 else "",
-                str(number),
-                f"{epoch.images_per_second:,.0f}",
-                f"{epoch.seconds:.2f}",
-                f"{epoch.loss:.2f}",
-                f"{epoch.accuracy:.0%}",
-                end_section=number == len(run_.epochs),
-            )
-    return table
+def _scene(class_number: int) -> Any:
+    """Return a picture with gradients, edges and grain in the colours of a class; H×W×3."""
+    random = np.random.default_rng(class_number)
+    height, width = _SCENE_SIZE
+    pixels = np.empty((height, width, 3), np.float32)
+    for channel in range(3):
+        # Eight classes, eight corners of the colour cube.
+        level = 170 if class_number >> channel & 1 else 80
+        pixels[:, :, channel] = level + 20 * _field(random, 5)
+    pixels += 18 * _field(random, 50)[:, :, None]
+    for _ in range(8):
+        # Objects with sharp outlines, each of one colour.
+        pixels[_field(random, 8) > 1.5] += random.normal(scale=60, size=3)
+    pixels += 10 * _field(random, 400)[:, :, None]
+    pixels += random.normal(scale=7, size=(height, width, 1)).astype(np.float32)
+    return pixels.clip(0, 255).astype(np.uint8)
+
+
+def _field(random: np.random.Generator, num_cells: int) -> Any:
+    """Return values around 0 that change smoothly, so many times from side to side."""
+    coarse = random.normal(size=(num_cells, num_cells)).astype(np.float32)
+    size = _SCENE_SIZE[::-1]
+    return np.asarray(PIL.Image.fromarray(coarse).resize(size, PIL.Image.Resampling.BICUBIC))
+
+
+def _save_image(folder: Path, scenes: list[Any], number: int) -> int:
+    random = np.random.default_rng(_NUM_CLASSES + number)
+    scene = scenes[number % _NUM_CLASSES]
+    height, width = random.integers((340, 450), (420, 550))
+    top, left = random.integers((0, 0), (scene.shape[0] - height, scene.shape[1] - width))
+    part = scene[top : top + height, left : left + width, :: random.choice([-1, 1])]
+    path = folder / f"class-{number % _NUM_CLASSES}" / f"{number:05}.jpg"
+    PIL.Image.fromarray(np.ascontiguousarray(part)).save(path, quality=92, subsampling=0)
+    return path.stat().st_size

@@ -1,4 +1,4 @@
-"""`spdl-torch profile`: what a loader waits for."""
+"""`spdl-torch profile`: find out what a loader waits for."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import torch.utils.data
+import torch
 
 from .. import DataLoader, ImageError, Profile
+from ._images import ImageJob
 from ._parser import CommandError
 from ._screen import Screen
-from ._traceback import print_from_users_code
 
 __all__ = ["run"]
 
+_OURS = Path(__file__).parents[1]
+_TORCHS = Path(torch.__file__).parent
+_PYTHONS = Path(sysconfig.get_path("stdlib"))
+
 
 def run(options: argparse.Namespace) -> int:
-    """Profile a folder of images, or somebody's loader."""
+    """Profile a folder of images, or the loader that a function of the user returns."""
     screen = Screen(as_json=options.json)
+    # Before the profile, which takes a while.
     _check_file("--html", options.html, ".html")
     _check_file("--trace", options.trace, ".json")
     if Path(options.target).is_dir():
@@ -36,40 +44,28 @@ def run(options: argparse.Namespace) -> int:
         except CommandError:
             raise
         except Exception as error:
-            print_from_users_code(error)
+            _print_from_users_code(error)
             return 1
     screen.say(str(profile))
     saved = [str(path) for path in (options.html, options.trace) if path is not None]
     for path in saved:
-        _save(profile, path)
+        try:
+            profile.save(path)
+        except OSError as error:
+            raise CommandError(f"cannot write {path}: {error.strerror}", exit_code=1) from None
         screen.say(f"saved {path}")
     screen.document({"target": options.target, "saved": saved, **profile.as_dict()})
     return 0
 
 
 def _check_file(option: str, path: Path | None, suffix: str) -> None:
-    """At the door: nobody wants to profile first and hear of it then."""
-    if path is None:
-        return
-    if path.suffix != suffix:
+    if path is not None and path.suffix != suffix:
         raise CommandError(f"{option} takes a file that ends in {suffix}, got {path.name}")
-    if not path.parent.is_dir():
+    if path is not None and not path.parent.is_dir():
         raise CommandError(f"{option}: there is no directory {path.parent}. Make it first.")
 
 
-def _save(profile: Any, path: str) -> None:
-    try:
-        profile.save(path)
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", exit_code=1) from None
-
-
-# -- the profile ---------------------------------------------------------------------------------
-
-
 def _profile_of_folder(options: argparse.Namespace) -> Profile:
-    from ._job import ImageJob  # noqa: PLC0415 (torchvision, for those who have images)
-
     job = ImageJob(Path(options.target), options.size, is_augmented=options.augment)
     with DataLoader(
         job.ours(), batch_size=options.batch_size, shuffle=True, num_workers=options.workers
@@ -81,59 +77,25 @@ def _profile_of_folder(options: argparse.Namespace) -> Profile:
             raise CommandError(f"{error} {hint}", exit_code=1) from None
 
 
+# -- the loader of the user ------------------------------------------------------------------------
+
+
 def _profile_of_factory(options: argparse.Namespace) -> Profile:
-    module_name, name = _split(options.target)
+    target = options.target
+    module_name, name = _split(target)
     if options.given:
         raise CommandError(
-            f"{', '.join(options.given)}: for a folder of images only. Give your DataLoader these "
-            f"in {options.target}."
+            f"{', '.join(options.given)}: for a folder of images only. Pass these to the "
+            f"DataLoader in {target}."
         )
-    with _made(options.target, _imported(module_name, name)) as loader:
+    with _made(target, _imported(module_name, name)) as loader:
         profile = loader.profile(num_batches=options.batches)
     if profile.stats.loop.num_batches == 0:
         raise CommandError(
-            f"the loader of {options.target} has no batches. Is its dataset empty, or smaller than "
+            f"the loader of {target} has no batches. Is its dataset empty, or smaller than "
             "a batch, with drop_last=True?"
         )
     return profile
-
-
-# -- somebody's loader -----------------------------------------------------------------------------
-
-
-def _made(target: str, factory: Any) -> DataLoader[Any]:
-    if not callable(factory):
-        raise CommandError(
-            f"{target} is of type {type(factory).__name__}. Name a function that returns a "
-            "DataLoader."
-        )
-    _check_needs_nothing(target, factory)
-    loader = factory()
-    if isinstance(loader, DataLoader):
-        return loader
-    if isinstance(loader, torch.utils.data.DataLoader):
-        raise CommandError(
-            f"{target} returns torch's DataLoader. Change its import to "
-            "`from spdl_torch import DataLoader`; the arguments stay as they are."
-        )
-    raise CommandError(
-        f"{target} returns an object of type {type(loader).__name__}. It must return spdl_torch's "
-        "DataLoader."
-    )
-
-
-def _check_needs_nothing(target: str, factory: Any) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # Not everything that is written in C has one.
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise CommandError(
-            f"{target} is called without arguments: {error}. Name a function that needs none; it "
-            "may call this one."
-        ) from None
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -161,6 +123,35 @@ def _imported(module_name: str, name: str) -> Any:
     return found
 
 
+def _made(target: str, factory: Any) -> DataLoader[Any]:
+    if not callable(factory):
+        kind = type(factory).__name__
+        raise CommandError(
+            f"{target} is of type {kind}. Name a function that returns a DataLoader."
+        )
+    with contextlib.suppress(ValueError):  # Not every function written in C has a signature.
+        signature = inspect.signature(factory)
+        try:
+            signature.bind()
+        except TypeError as error:
+            raise CommandError(
+                f"{target} is called without arguments: {error}. Name a function that needs none; "
+                "it may call this one."
+            ) from None
+    loader = factory()
+    if isinstance(loader, DataLoader):
+        return loader
+    if isinstance(loader, torch.utils.data.DataLoader):
+        raise CommandError(
+            f"{target} returns torch's DataLoader. Change its import to "
+            "`from spdl_torch import DataLoader`; the arguments stay as they are."
+        )
+    raise CommandError(
+        f"{target} returns an object of type {type(loader).__name__}. It must return spdl_torch's "
+        "DataLoader."
+    )
+
+
 @contextlib.contextmanager
 def _current_directory_is_importable() -> Iterator[None]:
     # As it is for `python -m`, but not for installed commands.
@@ -170,3 +161,25 @@ def _current_directory_is_importable() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(directory)
+
+
+# -- its exceptions --------------------------------------------------------------------------------
+
+
+def _print_from_users_code(error: Exception) -> None:
+    """Print an exception on stderr, without the frames above the user's first one."""
+    where = error.__traceback__
+    while where is not None and not _is_users(where):
+        where = where.tb_next
+    if where is None and not isinstance(error, SyntaxError):  # That one names its file itself.
+        where = error.__traceback__  # No frame is in the user's code.
+    traceback.print_exception(type(error), error, where, file=sys.stderr)
+
+
+def _is_users(where: TracebackType) -> bool:
+    name = where.tb_frame.f_code.co_filename
+    path = Path(name)
+    if name.startswith("<frozen ") or path.is_relative_to(_OURS) or path.is_relative_to(_TORCHS):
+        return False
+    # Without a virtual environment, installed packages are below the standard library too.
+    return not path.is_relative_to(_PYTHONS) or "site-packages" in path.parts

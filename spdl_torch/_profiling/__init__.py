@@ -1,7 +1,7 @@
-"""Where the time goes, in words and pictures."""
+"""Profiles of a loader: a timeline of every worker, and how each stage scales."""
 
 from ._cached import CachedLoader
-from ._log import StatsLog
-from ._profile import Headroom, Profile, Scaling, Span
+from ._profile import Headroom, Profile, Scaling
+from ._run import make_profile
 
-__all__ = ["CachedLoader", "Headroom", "Profile", "Scaling", "Span", "StatsLog"]
+__all__ = ["CachedLoader", "Headroom", "Profile", "Scaling", "make_profile"]

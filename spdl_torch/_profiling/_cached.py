@@ -1,4 +1,4 @@
-"""How fast a training script would be if loading took no time."""
+"""A loader that repeats its first batches, to time a training script without loading."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ __all__ = ["CachedLoader"]
 
 
 class CachedLoader:
-    """Gives the first batches of a loader, and then those same batches again and again.
+    """Yields the first batches of a loader, and then the same batches again and again.
 
-    Put it around the loader of a training script: what the script gains is what a faster loader
-    could gain. The batches are the same objects each time, so a loop that changes them in place
-    finds them changed.
+    Put it around the loader of a training script: the speed-up that it brings is the most that a
+    faster loader could bring. The batches are the same objects each time, so a loop that changes
+    them in place finds them changed.
 
     Args:
         loader: any loader, also torch's own.
         num_batches: how many real batches to take.
-        length: batches in an epoch; as many as the loader has, unless given. Needed for a loader
-            without a length.
+        length: batches per epoch. Default: as many as the loader has. Needed for a loader without
+            a length.
+
+    Examples:
+        >>> loader = CachedLoader(DataLoader(range(6), batch_size=2), num_batches=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [0, 1]]
 
     """
 
+    __module__ = "spdl_torch"
+
     def __init__(self, loader: Iterable[Any], num_batches: int, length: int | None = None) -> None:
         if num_batches < 1:
-            raise ValueError(f"num_batches is {num_batches}: at least one is needed to repeat.")
+            raise ValueError(f"num_batches must be at least 1, got {num_batches}.")
         self.loader = loader
         self.num_batches = num_batches
         self._length = length
@@ -40,7 +47,7 @@ class CachedLoader:
             length = len(self)
         except TypeError as error:
             raise TypeError(
-                "the loader has no length. Give CachedLoader one: length=1000."
+                "the loader has no length. Pass one to CachedLoader, as in length=1000."
             ) from error
         batches = self._batches
         if batches is None:
@@ -48,7 +55,7 @@ class CachedLoader:
             for batch in itertools.islice(self.loader, min(self.num_batches, length)):
                 batches.append(batch)
                 yield batch
-            # Complete; a loop that has left earlier begins anew.
+            # Only a complete list is kept: a loop that left earlier starts again.
             self._batches = batches
             length -= len(batches)
         if batches:

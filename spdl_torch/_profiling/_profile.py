@@ -1,33 +1,44 @@
-"""What `DataLoader.profile` has found out."""
+"""The result of `DataLoader.profile`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .._engine import Span
-from .._stats import LoaderStats
+from .._stats import COLUMNS, LoaderStats
+from .._text import number, ratio
 from ._report import report
-from ._table import table
 from ._trace import trace
 
-__all__ = ["Headroom", "Profile", "Scaling", "Span"]
+__all__ = ["Headroom", "Profile", "Scaling"]
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What more workers do for one stage, by itself."""
+    """Throughput of one stage by itself, for several numbers of workers.
+
+    Examples:
+        >>> scaling = Scaling("load", ((1, 60.0), (2, 118.0), (4, 233.0)))
+        >>> scaling.shape
+        'rises'
+
+    """
+
+    __module__ = "spdl_torch"
 
     stage: str
     throughputs: tuple[tuple[int, float], ...]
-    """Number of workers, and samples per second with so many."""
+    """Pairs of a number of workers and its samples per second."""
 
     @property
-    def shape(self) -> str:
-        """`rises`, `flat` or `falls` from one worker to the most that were tried."""
+    def shape(self) -> Literal["rises", "flat", "falls"]:
+        """How the throughput changes from one worker to the most that were tried."""
         first, last = self.throughputs[0][1], self.throughputs[-1][1]
         if last > 1.25 * first:
             return "rises"
@@ -36,12 +47,21 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Headroom:
-    """How fast the loop would be if loading took no time."""
+    """How fast the training loop would be if loading took no time.
+
+    Examples:
+        >>> headroom = Headroom(batches_per_second=16.0, free_batches_per_second=40.0)
+        >>> headroom.speed_up
+        2.5
+
+    """
+
+    __module__ = "spdl_torch"
 
     batches_per_second: float
-    """As it is."""
+    """Throughput of the loop as it is."""
     free_batches_per_second: float
-    """With batches that are already there."""
+    """Throughput of the loop with batches that are already in memory."""
 
     @property
     def speed_up(self) -> float:
@@ -51,11 +71,22 @@ class Headroom:
 
 @dataclass(frozen=True, repr=False)
 class Profile:
-    """The statistics of some batches, with every worker's timeline and how each stage scales.
+    """Statistics of some batches, with the timeline of every worker and how each stage scales.
 
-    `print(profile)` is a table. `profile.save("trace.json")` is for Perfetto or Chrome's tracing
-    page, `profile.save("report.html")` for any browser.
+    `print(profile)` prints a table. `profile.save("trace.json")` is for Perfetto or Chrome's
+    tracing page, `profile.save("report.html")` for any browser.
+
+    Examples:
+        >>> loader = DataLoader(range(100), batch_size=10, num_workers=2)
+        >>> profile = loader.profile(num_batches=5, sweep=False)
+        >>> profile.stats.loop.num_batches
+        5
+        >>> "collate" in {span.stage for span in profile.spans}
+        True
+
     """
+
+    __module__ = "spdl_torch"
 
     stats: LoaderStats
     spans: tuple[Span, ...]
@@ -64,13 +95,22 @@ class Profile:
     """None if there was no step to measure."""
 
     def __str__(self) -> str:
-        return table(self)
+        lines = [str(self.stats)]
+        if self.headroom:
+            now, free = self.headroom.batches_per_second, self.headroom.free_batches_per_second
+            lines.append(
+                f"headroom: {number(now)} batches/s would be {number(free)} "
+                f"({ratio(free, now):.2f} times) if loading took no time"
+            )
+        if self.scalings:
+            lines += ["", "workers: samples/s of the stage by itself", *_scalings(self.scalings)]
+        return "\n".join(lines)
 
     __repr__ = __str__
     """For notebooks: the timeline has thousands of spans."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON; without the timeline."""
+        """Return plain types, for JSON; without the timeline."""
         return {
             "stats": self.stats.as_dict(),
             "scalings": [dataclasses.asdict(s) | {"shape": s.shape} for s in self.scalings],
@@ -81,13 +121,30 @@ class Profile:
         """Write a trace (`.json`) or a report (`.html`).
 
         Args:
-            path: where to; its suffix chooses the format.
+            path: the file; its suffix chooses the format.
 
         """
         path = Path(path)
-        if path.suffix not in (".json", ".html"):
+        if path.suffix == ".json":
+            text = json.dumps(trace(self.spans, str(self.stats.verdict)))
+        elif path.suffix == ".html":
+            text = report(self.as_dict(), self.spans, str(self))
+        else:
             raise ValueError(
                 f"a profile is saved as .json (a trace) or .html (a report), not {path.name}."
             )
-        is_trace = path.suffix == ".json"
-        path.write_text(json.dumps(trace(self)) if is_trace else report(self), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+
+
+def _scalings(scalings: tuple[Scaling, ...]) -> Iterator[str]:
+    name_width = max(len(scaling.stage) for scaling in scalings)
+    for scaling in scalings:
+        # No-break spaces, so that lines are only broken between two measurements.
+        points = [f"{n}:\N{NO-BREAK SPACE}{number(rate)}/s" for n, rate in scaling.throughputs]
+        wrapped = textwrap.fill(
+            "  ".join([*points, scaling.shape]),
+            COLUMNS,
+            initial_indent=f"  {scaling.stage:{name_width}}  ",
+            subsequent_indent=" " * (name_width + 4),
+        )
+        yield wrapped.replace("\N{NO-BREAK SPACE}", " ")

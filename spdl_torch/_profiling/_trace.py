@@ -1,96 +1,67 @@
-"""The timeline as Chrome and Perfetto read it: the Trace Event Format."""
+"""The timeline in the Trace Event Format, which Chrome and Perfetto read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ._profile import Profile, Span
+from .._engine import Span
 
 __all__ = ["Lane", "lanes", "trace"]
 
-_PROCESS = 1
 _ORDER = ("step", "load", "iterate", "preprocess", "collate", "transfer")
-"""The loop comes first: whether it waits is what the other lanes explain."""
+"""The loop comes first: the other lanes explain why it waits."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lane:
     """Spans that can be drawn on one line: one after the other, or one within another."""
 
     name: str
     stage: str
-    """Whose worker it is; `step` for the training loop."""
-    spans: tuple[Span, ...]
-    """By time."""
-
-
-def trace(profile: Profile) -> dict[str, Any]:
-    """One event for each span, one thread for each lane."""
-    events = [_metadata("process_name", 0, name="spdl_torch")]
-    for thread, lane in enumerate(lanes(profile.spans), 1):
-        events += [
-            _metadata("thread_name", thread, name=lane.name),
-            _metadata("thread_sort_index", thread, sort_index=thread),
-            *(_event(span, thread) for span in lane.spans),
-        ]
-    events += _batches_ready(profile.spans)
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"verdict": str(profile.stats.verdict)},
-    }
-
-
-def lanes(spans: tuple[Span, ...]) -> list[Lane]:
-    """The spans of each worker; of one that does many things at a time, on several lanes.
-
-    That is the event loop of an `async def load`, whose tasks overlap as they like.
-    """
-    of_worker: dict[str, list[Span]] = {}
-    for span in spans:
-        of_worker.setdefault(span.worker, []).append(span)
-    found = [lane for worker, own in of_worker.items() for lane in _disentangled(worker, own)]
-    return sorted(found, key=lambda lane: (_place(lane.stage), _natural(lane.name)))
-
-
-@dataclass
-class _OpenLane:
+    """The stage of the worker; `step` for the training loop."""
     spans: list[Span] = field(default_factory=list)
-    under_way: list[Span] = field(default_factory=list)
-    """Those that have not ended, each within the one before it."""
+    """Sorted by their start."""
+    _open: list[Span] = field(default_factory=list)
+    """Spans that have not ended, each within the one before it."""
 
-    def take(self, span: Span) -> bool:
-        """Whether the span has its place here; they come by their start."""
+    def add(self, span: Span) -> bool:
+        """Add a span if it fits on this lane. Spans must come in the order of their start."""
         started, ended = _microseconds(span)
-        while self.under_way and _microseconds(self.under_way[-1])[1] <= started:
-            self.under_way.pop()
-        if self.under_way:
-            around = self.under_way[-1]
+        while self._open and _microseconds(self._open[-1])[1] <= started:
+            self._open.pop()
+        if self._open:
+            around = self._open[-1]
             # Collate may be a part of preprocess. A load within a load is another sample's.
             if around.stage == span.stage or _microseconds(around)[1] < ended:
                 return False
-        self.under_way.append(span)
+        self._open.append(span)
         self.spans.append(span)
         return True
 
 
-def _disentangled(worker: str, spans: list[Span]) -> Iterator[Lane]:
-    open_lanes: list[_OpenLane] = []
+def lanes(spans: Sequence[Span]) -> list[Lane]:
+    """Return the spans of each worker, on several lanes where they overlap.
+
+    The calls of an `async def load` overlap: they all belong to one worker, the event loop.
+    """
+    by_worker: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.started_seconds, -span.seconds)):
-        if not any(lane.take(span) for lane in open_lanes):
-            open_lanes.append(_OpenLane([span], [span]))
-    stage = min((_stage(span) for span in spans), key=_place)
-    for number, lane in enumerate(open_lanes, 1):
-        name = f"{worker} ({number})" if len(open_lanes) > 1 else worker
-        yield Lane(name, stage, tuple(lane.spans))
-
-
-def _stage(span: Span) -> str:
-    return "step" if span.stage == "wait" else span.stage
+        by_worker.setdefault(span.worker, []).append(span)
+    found: list[Lane] = []
+    for worker, own in by_worker.items():
+        stage = min(("step" if span.stage == "wait" else span.stage for span in own), key=_place)
+        of_worker: list[Lane] = []
+        for span in own:
+            if not any(lane.add(span) for lane in of_worker):
+                of_worker.append(Lane(f"{worker} ({len(of_worker) + 1})", stage))
+                of_worker[-1].add(span)
+        if len(of_worker) == 1:
+            of_worker[0].name = worker
+        found += of_worker
+    return sorted(found, key=lambda lane: (_place(lane.stage), _natural(lane.name)))
 
 
 def _place(stage: str) -> int:
@@ -98,44 +69,53 @@ def _place(stage: str) -> int:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """To sort `load-2` before `load-10`."""
+    """Return a key that sorts `load-2` before `load-10`."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
 def _microseconds(span: Span) -> tuple[int, int]:
-    """Start and end in the unit of the format.
+    """Return start and end in the unit of the format.
 
-    Whole ones: a viewer adds start and duration, and with fractions one span would end a bit after
-    the start of the next, where they should touch.
+    Whole numbers: a viewer adds start and duration, and with fractions one span could end after
+    the start of the next one, where they should touch.
     """
     ended_seconds = span.started_seconds + span.seconds
     return round(1e6 * span.started_seconds), round(1e6 * ended_seconds)
 
 
-def _event(span: Span, thread: int) -> dict[str, Any]:
+def trace(spans: Sequence[Span], verdict: str) -> dict[str, Any]:
+    """Return one event for each span, and one thread for each lane."""
+    events = [_event("M", "process_name", 0, {"name": "spdl_torch"})]
+    for thread, lane in enumerate(lanes(spans), 1):
+        events.append(_event("M", "thread_name", thread, {"name": lane.name}))
+        events.append(_event("M", "thread_sort_index", thread, {"sort_index": thread}))
+        events += [_span_event(span, thread) for span in lane.spans]
+    events += _batches_ready(spans)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"verdict": verdict},
+    }
+
+
+def _event(
+    phase: str, name: str, thread: int, arguments: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": 1, "tid": thread, "args": arguments, **more}
+
+
+def _span_event(span: Span, thread: int) -> dict[str, Any]:
     started, ended = _microseconds(span)
     arguments: dict[str, Any] = {"batch": span.batch, "samples": span.num_samples}
     if span.index is not None:
         arguments["index"] = span.index
-    return {
-        "ph": "X",
-        "name": span.stage,
-        "cat": span.stage,
-        "pid": _PROCESS,
-        "tid": thread,
-        "ts": started,
-        "dur": ended - started,
-        "args": arguments,
-    }
+    more = {"cat": span.stage, "ts": started, "dur": ended - started}
+    return _event("X", span.stage, thread, arguments, **more)
 
 
-def _metadata(event_name: str, thread: int, **arguments: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": event_name, "pid": _PROCESS, "tid": thread, "args": arguments}
-
-
-def _batches_ready(spans: tuple[Span, ...]) -> Iterator[dict[str, Any]]:
-    """A counter: a batch is ready when no stage is at it any more, until the loop has it."""
+def _batches_ready(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """Return a counter of batches that all stages have finished and the loop has not taken."""
     made: dict[int, int] = {}
     taken: dict[int, int] = {}
     for span in spans:
@@ -147,17 +127,10 @@ def _batches_ready(spans: tuple[Span, ...]) -> Iterator[dict[str, Any]]:
     if not taken:
         return
     changes = [(ended, 1) for ended in made.values()]
-    # A worker may note its end after it has woken the loop.
+    # A worker may record the end of a batch after it has woken the loop.
     changes += [(max(taken[batch], made[batch]), -1) for batch in taken.keys() & made.keys()]
     num_ready = 0
     # At the same time, up comes before down: the counter is never negative.
     for microseconds, change in sorted(changes, key=lambda change: (change[0], -change[1])):
         num_ready += change
-        yield {
-            "ph": "C",
-            "name": "batches ready",
-            "pid": _PROCESS,
-            "tid": 0,
-            "ts": microseconds,
-            "args": {"batches": num_ready},
-        }
+        yield _event("C", "batches ready", 0, {"batches": num_ready}, ts=microseconds)

@@ -25,6 +25,7 @@ from .resuming import (
     SIZE,
     SOME,
     WORKERS,
+    Noisy,
     all_ways,
     batches,
     flat,
@@ -255,13 +256,6 @@ def test_the_seed_of_the_workers_is_restored(persistent_workers, num_epochs, is_
     with loader() as resumed:
         resumed.load_state_dict(state)
         assert batches(resumed) == rest
-
-
-class Noisy(Indices):
-    """Random numbers that go with a sample, as a random transform has them."""
-
-    def __getitem__(self, index):
-        return super().__getitem__(index), torch.rand(()).item()
 
 
 def as_it_is(samples):

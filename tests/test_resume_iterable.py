@@ -18,164 +18,17 @@ from spdl_torch import DataLoader
 
 from .conftest import own_thread_names
 from .datasets import PATIENCE_SECONDS, Squares
-
-# -- datasets: worker k has sizes[k] samples, from 100 * k on, and 1000 more in every epoch --------
-
-SIZES = (10, 0, 4)
-"""In batches of 4: a shard whose last batch is small, an empty one, and one that ends early and
-with a full batch, so that its end is found out later."""
-
-
-class Shards(IterableDataset):
-    epoch = 0
-    position = 0
-
-    def __init__(self, sizes=SIZES, reads: queue.SimpleQueue | None = None):
-        self.sizes = sizes
-        self.reads = reads
-        """What was read, by whichever worker: queues are shared by the workers' copies."""
-
-    @property
-    def worker_id(self):
-        info = get_worker_info()
-        return 0 if info is None else info.id
-
-    @property
-    def size(self):
-        return self.sizes[self.worker_id]
-
-    def read(self, position):
-        sample = 1000 * self.epoch + 100 * self.worker_id + position
-        if self.reads is not None:
-            self.reads.put(sample)
-        return sample
-
-
-class OfDataset(Shards):
-    """The state is the dataset's; at the end of an epoch it goes back to the beginning."""
-
-    def __iter__(self):
-        while self.position < self.size:
-            self.position += 1
-            yield self.read(self.position - 1)
-        self.position = 0
-        self.epoch += 1
-
-    def state_dict(self):
-        return {"position": self.position, "epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.position, self.epoch = state["position"], state["epoch"]
-
-
-class OfDatasetAtEnd(OfDataset):
-    """The state is the dataset's, and stays at the end until the next epoch begins."""
-
-    epoch = -1
-    is_restored = False
-
-    def __iter__(self):
-        if not self.is_restored:
-            self.position = 0
-            self.epoch += 1
-        self.is_restored = False
-        while self.position < self.size:
-            self.position += 1
-            yield self.read(self.position - 1)
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.is_restored = self.epoch >= 0
-
-
-class Cursor:
-    def __init__(self, dataset):
-        self.dataset = dataset
-        self.position = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.position == self.dataset.size:
-            self.dataset.end()
-            raise StopIteration
-        self.position += 1
-        return self.dataset.read(self.position - 1)
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-class OfIterator(Shards):
-    """The state is that of the iterator."""
-
-    def __iter__(self):
-        return Cursor(self)
-
-    def end(self):
-        pass
-
-
-class OfBoth(OfIterator):
-    """The iterator knows the position and the dataset the epoch."""
-
-    def end(self):
-        self.epoch += 1
-
-    def state_dict(self):
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-
-
-class OwnIterator(OfDataset):
-    epoch = -1
-
-    def __iter__(self):
-        self.position = 0
-        self.epoch += 1
-        return self
-
-    def __next__(self):
-        if self.position == self.size:
-            raise StopIteration
-        self.position += 1
-        return self.read(self.position - 1)
-
-
-class Nested(Shards):
-    """Gives away the very state that it changes in place, and takes over the one it is given."""
-
-    def __init__(self, sizes=SIZES):
-        super().__init__(sizes)
-        self.state = {"counts": {"position": torch.zeros(1, dtype=torch.int64)}, "seen": []}
-
-    def __iter__(self):
-        position = self.state["counts"]["position"]
-        while int(position) < self.size:
-            position += 1
-            sample = self.read(int(position) - 1)
-            # Every sample tells how many have come before it.
-            self.state["seen"].append(sample)
-            yield 1000 * len(self.state["seen"]) + sample
-        position.zero_()
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-class Stateless(Shards):
-    def __iter__(self):
-        return (self.read(position) for position in range(self.size))
-
+from .resuming import (
+    Cursor,
+    Nested,
+    OfBoth,
+    OfDataset,
+    OfDatasetAtEnd,
+    OfIterator,
+    OwnIterator,
+    Shards,
+    Stateless,
+)
 
 STATEFUL = [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator, Nested]
 COUNTING = [OfDataset, OfDatasetAtEnd, OfBoth, OwnIterator]

@@ -111,6 +111,8 @@ class _Epoch:
         """Kept alive while it is asked for a batch."""
 
     def next_batch(self) -> Any:
+        if self._progress.is_over:
+            raise StopIteration
         measurement = self._measurement
         measurement.begin()
         measurement.consumer.ask()

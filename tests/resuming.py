@@ -358,16 +358,21 @@ def interrupted_run(name, num_batches, *, num_epochs=0, **extra):
         return saved(loader), batches(iterator)
 
 
-def restored(name, state, **extra):
-    """A loader of another run, in which all seeds are others, with a state loaded."""
+def restored(name, state, *, rng_state=None, **extra):
+    """A loader of another run, in which all seeds are others, with a state loaded.
+
+    An epoch that has not begun to draw follows from torch's generator, which users save too.
+    """
     torch.manual_seed(999)
     loader = loader_of(name, seed=4, **extra)
     loader.load_state_dict(state)
+    if rng_state is not None:
+        torch.set_rng_state(rng_state)
     return loader
 
 
-def restored_batches(name, state, **extra):
-    with restored(name, state, **extra) as loader:
+def restored_batches(name, state, *, rng_state=None, **extra):
+    with restored(name, state, rng_state=rng_state, **extra) as loader:
         return batches(loader)
 
 

@@ -180,8 +180,9 @@ def test_a_datapipe_is_shuffled_as_it_will_be_if_the_state_is_of_an_epoch_to_com
     with loader:
         for _ in range(num_epochs):
             list(loader)
-        state = loader.state_dict()
+        state, rng_state = loader.state_dict(), torch.get_rng_state()
         batches = list(loader)
+    torch.set_rng_state(rng_state)
     assert rest_of(state, loader_of(shuffled_pipe(), **setting)) == batches
 
 

@@ -92,6 +92,8 @@ class Epochs:
             self._loaded = IterableProgress.restored(settings, saved)
         else:
             self._loaded = MapProgress.restored(settings, saved)
+        if saved.generator is not None and settings.generator is not None:
+            settings.generator.set_state(saved.generator)
 
     def copied(self, settings: LoaderSettings) -> Epochs:
         """Return the epochs of a copy of the loader, which begins with the same epoch."""

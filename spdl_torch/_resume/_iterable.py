@@ -158,14 +158,12 @@ class IterableProgress(Progress):
             dataset="iterable",
             worker_method=_worker_method(settings),
             num_workers=self._num_workers,
-            has_begun=self._has_seeds(workers_persist),
             batch_size=settings.batch_size,
-            base_seed=self._base_seed,
-            epoch=self.epoch,
             shared_seed=self._shared_seed,
             num_batches=self._num_batches,
             next_worker=self.next_worker,
             workers=[bookmarks[worker] for worker in sorted(bookmarks)],
+            **self._seed_state(settings, workers_persist),
         ).as_dict()
 
     def following(

@@ -134,9 +134,6 @@ class MapProgress(Progress):
             spdl_torch=FORMAT,
             dataset="map",
             length=_length_of(settings.dataset),
-            has_begun=self._has_seeds(workers_persist),
-            base_seed=self._base_seed,
-            epoch=self.epoch,
             unit=self._unit,
             offset=self._offset + first,
             sampler=self._order.state().as_dict(),
@@ -146,6 +143,7 @@ class MapProgress(Progress):
                 if stop > first
             ),
             dataset_state=dataset_state,
+            **self._seed_state(settings, workers_persist),
         ).as_dict()
         if is_stateful(settings.dataset):
             state.setdefault("dataset_state", None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -255,12 +253,12 @@ class _MarkState(State):
 @dataclass
 class _ReplayedState(SamplerState):
     epoch: int | None
-    generator: str | None
-    """The state of the sampler's generator before it drew for the epoch, encoded."""
+    generator: torch.Tensor | None
+    """The state of the sampler's generator before it drew for the epoch."""
     mark: _MarkState | None
     is_over: bool
     """The mark is that of an epoch's end, and stands for the beginning of the next epoch."""
-    next_generator: str | None = None
+    next_generator: torch.Tensor | None = None
     """The state of a generator of the sampler's own, if it has not drawn for the epoch yet."""
 
 
@@ -295,8 +293,7 @@ class _ReplayedOrder(Order):
         self._marks: deque[_Mark] = deque()
         """All that a checkpoint may have to go back to."""
         if saved is not None:
-            if saved.generator is not None:
-                self._generator_before = _decoded(saved.generator)
+            self._generator_before = saved.generator
             if saved.mark is not None:
                 self._marks.append(_Mark(0, saved.mark, saved.is_over))
         elif seed is not None and _draws_from_torch(sampler):
@@ -399,12 +396,10 @@ class _ReplayedOrder(Order):
         return _ReplayedState(
             kind=self.kind,
             epoch=self._epoch if self._is_open else _epoch_of(self._sampler),
-            generator=None if before is None else _encoded(before),
+            generator=before,
             mark=None if mark is None else mark.state,
             is_over=mark is not None and mark.is_over,
-            next_generator=_encoded(generator.get_state())
-            if is_own and not self._is_open
-            else None,
+            next_generator=generator.get_state() if is_own and not self._is_open else None,
         )
 
     def following(self, seed: int | None) -> Order:
@@ -421,7 +416,7 @@ class _ReplayedOrder(Order):
             )
         order = _ReplayedOrder(self._sampler, saved=saved)
         if saved.next_generator is not None:
-            _generator_of(self._sampler).set_state(_decoded(saved.next_generator))
+            _generator_of(self._sampler).set_state(saved.next_generator)
         if saved.epoch is not None:
             set_sampler_epoch(self._sampler, saved.epoch)
         return order, done
@@ -495,17 +490,3 @@ def _without(done: Ranges, indices: Iterator[Any]) -> Iterator[Any]:
             pass
         place = stop
     yield from indices
-
-
-def _encoded(generator_state: torch.Tensor) -> str:
-    return base64.b64encode(zlib.compress(generator_state.numpy().tobytes())).decode()
-
-
-def _decoded(text: str) -> torch.Tensor:
-    try:
-        data = bytearray(zlib.decompress(base64.b64decode(text)))
-        state = torch.frombuffer(data, dtype=torch.uint8)
-        torch.Generator().set_state(state)
-    except (ValueError, RuntimeError, zlib.error):
-        raise ValueError("the state of the sampler's generator is damaged.") from None
-    return state

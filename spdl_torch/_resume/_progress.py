@@ -123,9 +123,17 @@ class Progress:
         """The seed of the order in a loader with `seed=`."""
         return _derived_seed(self.base_seed, self.epoch, _ORDER) if self._is_seeded else None
 
-    def _has_seeds(self, workers_persist: bool) -> bool:
-        """Whether torch has drawn the seeds, for this epoch or for persistent workers."""
-        return self._had_begun or self.has_begun or workers_persist
+    def _seed_state(self, settings: LoaderSettings, workers_persist: bool) -> dict[str, Any]:
+        """Return the fields of a state that say what was drawn."""
+        # Persistent workers keep the seeds that were drawn for them.
+        has_begun = self._had_begun or self.has_begun or workers_persist
+        own = None if has_begun or settings.generator is None else settings.generator.get_state()
+        return {
+            "has_begun": has_begun,
+            "base_seed": self._base_seed,
+            "epoch": self.epoch,
+            "generator": own,
+        }
 
 
 def _derived_seed(*parts: int) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import dataclasses
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Final, Self, get_args, get_origin, get_type_hints
+
+import torch
 
 from .._ranges import Ranges
 
@@ -34,13 +38,14 @@ class State:
     """A part of a saved state. Its fields are the keys of the dict that the user saves.
 
     A field whose default is None is left out of the dict if it is None. All others must be there.
+    A tensor is the state of a generator, and encoded in the dict.
     """
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict that shares nothing with the loader."""
         return {
-            name: _plain(value)
-            for name, _, is_optional in self._fields()
+            name: _plain(value, kind)
+            for name, kind, is_optional in self._fields()
             if (value := getattr(self, name)) is not None or not is_optional
         }
 
@@ -93,6 +98,8 @@ class MapState(State):
     done: Ranges
     """The delivered places, counted from the offset."""
     dataset_state: Any = None
+    generator: torch.Tensor | None = None
+    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
 
 
 @dataclass
@@ -130,6 +137,8 @@ class IterableState(State):
     num_batches: int
     next_worker: int
     workers: list[Bookmark]
+    generator: torch.Tensor | None = None
+    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
 
 
 def read(state: Any, dataset: Any, *, is_iterable: bool) -> MapState | IterableState:
@@ -171,13 +180,16 @@ def _missing(key: str, name: str = "state_dict") -> ValueError:
     )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, State):
-        return value.as_dict()
-    if isinstance(value, Ranges):
-        return value.as_lists()
-    if type(value) is list and value and isinstance(value[0], State):
-        return [each.as_dict() for each in value]
+def _plain(value: Any, wanted: Any) -> Any:
+    if wanted is not Any:
+        if isinstance(value, State):
+            return value.as_dict()
+        if isinstance(value, Ranges):
+            return value.as_lists()
+        if isinstance(value, torch.Tensor):
+            return base64.b64encode(zlib.compress(value.numpy().tobytes())).decode()
+        if isinstance(value, list):
+            return [each.as_dict() for each in value]
     return copy.deepcopy(value)
 
 
@@ -188,8 +200,8 @@ def _checked(value: Any, wanted: Any, name: str) -> Any:
         return copy.deepcopy(value)
     if wanted is bool:
         return bool(value)
-    if wanted is Ranges:
-        return _checked_ranges(value, name)
+    if wanted in _READERS:
+        return _READERS[wanted](value, name)
     if isinstance(wanted, type) and issubclass(wanted, State):
         return wanted.from_dict(value, name)
     kind = get_origin(wanted) or wanted
@@ -206,6 +218,19 @@ def _checked_ranges(value: Any, name: str) -> Ranges:
         return Ranges((int(start), int(stop)) for start, stop in value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be pairs of numbers, got {value!r:.80}.") from None
+
+
+def _checked_generator(value: Any, name: str) -> torch.Tensor:
+    try:
+        data = bytearray(zlib.decompress(base64.b64decode(value)))
+        state = torch.frombuffer(data, dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (TypeError, ValueError, RuntimeError, zlib.error):
+        raise ValueError(f"{name} must be the state of a generator, but is damaged.") from None
+    return state
+
+
+_READERS: Final = {Ranges: _checked_ranges, torch.Tensor: _checked_generator}
 
 
 def is_stateful(thing: Any) -> bool:

@@ -28,6 +28,7 @@ from spdl_torch import (
 )
 
 from .datasets import Indices
+from .tiers import pairwise
 
 SIZE = 20
 
@@ -318,13 +319,23 @@ PROCESSES = {"num_workers": 1, "worker_method": "multiprocessing"}
 all_ways = pytest.mark.parametrize(
     ("name", "workers"),
     [
-        (name, workers)
-        for name in ARGUMENTS
-        for workers in WORKERS
-        if workers == "caller" or name in SOME
+        *((name, "caller") for name in ARGUMENTS),
+        *pairwise(SOME, [workers for workers in WORKERS if workers != "caller"]),
     ],
 )
 """All orders in the calling thread, and some of them with worker threads."""
+
+all_orders = pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        *((name, 0) for name in ARGUMENTS),
+        *(
+            pytest.param(name, 2, marks=() if name in SOME else pytest.mark.exhaustive)
+            for name in ARGUMENTS
+        ),
+    ],
+)
+"""All orders in the calling thread and with worker threads; the default tier has some of those."""
 
 DRAW_FROM_THE_GLOBAL_GENERATOR = (
     "shuffle",
@@ -376,7 +387,7 @@ def restored_batches(name, state, *, rng_state=None, **extra):
         return batches(loader)
 
 
-# -- iterable datasets: worker k has sizes[k] samples, from 100 * k on, 1000 more in each epoch -----
+# -- iterable datasets: worker k has sizes[k] samples, from 100 * k on, 1000 more in each epoch ----
 
 SIZES = (10, 0, 4)
 """In batches of 4: a shard whose last batch is small, an empty one, and one that ends early and

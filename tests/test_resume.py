@@ -26,6 +26,7 @@ from .resuming import (
     SOME,
     WORKERS,
     Noisy,
+    all_orders,
     all_ways,
     batches,
     flat,
@@ -44,8 +45,7 @@ WITH_OWN_RANDOM_NUMBERS = sorted(ARGUMENTS.keys() - set(DRAW_FROM_THE_GLOBAL_GEN
 # -- exactness ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@all_orders
 def test_a_restored_loader_goes_on_with_the_batches_that_were_left(name, num_workers):
     for num_batches in (1, 3):
         state, rest = interrupted_run(name, num_batches, num_workers=num_workers)
@@ -323,8 +323,7 @@ def epochs(cls, name, moments=(), **extra):
     return seen, torch.get_rng_state().tolist(), own and own.get_state().tolist()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@all_orders
 def test_saving_changes_neither_the_batches_nor_the_generators_of_torchs_loader(name, num_workers):
     expected = epochs(torch.utils.data.DataLoader, name)
     for moments in ((), *zip(MOMENTS, strict=True), MOMENTS):
@@ -560,8 +559,7 @@ def test_a_billion_samples_are_dealt_out_anew_at_once(cls):
     assert set(flat(rest)).isdisjoint(flat(delivered))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@all_orders
 def test_resuming_reads_no_sample_that_was_delivered(name, num_workers):
     state, rest = interrupted_run(name, 3, num_workers=num_workers)
     dataset = Indices()

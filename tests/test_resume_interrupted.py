@@ -11,6 +11,7 @@ import torch
 
 from spdl_torch import DataLoader
 
+from .conftest import own_thread_names
 from .datasets import PATIENCE_SECONDS, Held, Indices, Raising
 from .resuming import (
     PROCESSES,
@@ -153,6 +154,7 @@ def test_a_sample_interrupted_in_the_calling_thread_was_not_delivered():
 @pytest.mark.usefixtures("ctrl_c_interrupts_once")
 def test_interrupted_wait_delivers_nothing():
     """Ctrl-C inside `next()` closes the iterator, and the state is still exact."""
+
     class InterruptsTheConsumer(Held):
         def __getitem__(self, index):
             if index in self.held:
@@ -176,6 +178,9 @@ def test_interrupted_wait_delivers_nothing():
                 next(iterator)
         finally:
             dataset.may_go.set()
+        for thread in threading.enumerate():
+            if thread.name in own_thread_names():
+                thread.join(PATIENCE_SECONDS)
         state = saved(loader)
         with pytest.raises(RuntimeError, match="closed"):
             next(iterator)

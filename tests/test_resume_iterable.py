@@ -29,6 +29,7 @@ from .resuming import (
     Shards,
     Stateless,
 )
+from .tiers import pairwise
 
 STATEFUL = [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator, Nested]
 COUNTING = [OfDataset, OfDatasetAtEnd, OfBoth, OwnIterator]
@@ -97,28 +98,20 @@ def num_read_again(batches):
 
 
 def settings(*wanted):
-    return [
-        pytest.param(
-            {"num_workers": n, "persistent_workers": p}, id=f"{n}-persistent" * p or f"{n}"
-        )
-        for n, p in wanted
-    ]
+    return [{"num_workers": n, "persistent_workers": p} for n, p in wanted]
 
 
 SETTINGS = settings((0, False), (1, False), (1, True), (3, False), (3, True))
-BATCHINGS = [
-    pytest.param({"batch_size": None}, id="single"),
-    pytest.param({"batch_size": 4}, id="batched"),
-    pytest.param({"batch_size": 4, "drop_last": True}, id="drop_last"),
-]
+ONE_PROCESS = {"num_workers": 1, "worker_method": "multiprocessing"}
+BATCHINGS = [{"batch_size": None}, {"batch_size": 4}, {"batch_size": 4, "drop_last": True}]
 
 
 # -- the rest of the run --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batching", BATCHINGS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "batching"), pairwise([*STATEFUL, Stateless], SETTINGS, BATCHINGS)
+)
 def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
     loader = loader_of(make(), **setting, **batching)
     batches, states = epoch_of(loader)
@@ -131,9 +124,10 @@ def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
         assert rest == batches[place:]
 
 
-@pytest.mark.parametrize("batching", BATCHINGS)
-@pytest.mark.parametrize("setting", settings((1, False), (3, False), (3, True)))
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "batching"),
+    pairwise([*STATEFUL, Stateless], settings((1, False), (3, False), (3, True)), BATCHINGS),
+)
 def test_without_order_every_batch_of_the_rest_comes_once_and_in_the_order_of_its_worker(
     make, setting, batching
 ):
@@ -154,9 +148,9 @@ def shuffled_pipe():
     return IterableWrapper(range(12)).shuffle().sharding_filter()
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "batch_size", "in_order"), pairwise(SETTINGS, [None, 2], [True, False])
+)
 def test_a_datapipe_is_shuffled_as_it_was(setting, batch_size, in_order):
     arguments = {**setting, "batch_size": batch_size, "in_order": in_order}
     loader = loader_of(shuffled_pipe(), **arguments)
@@ -237,11 +231,10 @@ class ShuffleBuffer(IterableDataset):
         yield from samples
 
 
-@pytest.mark.parametrize("num_batches", [0, 2])
 @pytest.mark.parametrize(
-    "setting", [*SETTINGS, {"num_workers": 1, "worker_method": "multiprocessing"}]
+    ("make", "setting", "num_batches"),
+    pairwise([OfIterator, shuffled_pipe, ShuffleBuffer], [*SETTINGS, ONE_PROCESS], [0, 2]),
 )
-@pytest.mark.parametrize("make", [OfIterator, shuffled_pipe, ShuffleBuffer])
 @pytest.mark.filterwarnings("ignore:.* read again")
 def test_going_on_draws_nothing_from_torchs_generator_that_had_been_drawn(
     make, setting, num_batches
@@ -474,9 +467,9 @@ def test_epochs_are_counted_where_the_dataset_lives_on(make, setting):
             state = loader.state_dict()
 
 
-@pytest.mark.parametrize("num_epochs", [0, 1])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "num_epochs"), pairwise([*STATEFUL, Stateless], SETTINGS, [0, 1])
+)
 def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting, num_epochs):
     with loader_of(make(), **setting) as loader:
         for _ in range(num_epochs):
@@ -493,9 +486,10 @@ def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting
             assert list(resumed) == following
 
 
-@pytest.mark.parametrize("is_asked_between", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "is_asked_between"),
+    pairwise([*STATEFUL, Stateless], SETTINGS, [False, True]),
+)
 def test_the_second_epoch_can_be_gone_on_with_as_well(make, setting, is_asked_between):
     loader = loader_of(make(), **setting)
     with loader:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from ._engine import Measurement
 from ._resume import (
     IterableProgress,
-    IterableState,
     MapProgress,
+    MapState,
     Progress,
     read,
     set_sampler_epoch,
@@ -16,6 +16,8 @@ from ._resume import (
 from ._settings import LoaderSettings
 
 __all__ = ["Epochs"]
+
+_Progress: TypeAlias = MapProgress | IterableProgress
 
 
 class Epochs:
@@ -28,9 +30,9 @@ class Epochs:
     def __init__(self, kind: str) -> None:
         self.measurement = Measurement(kind)
         """The clocks of the last epoch."""
-        self.current: Progress | None = None
+        self.current: _Progress | None = None
         """The progress of the last iterator that was made."""
-        self._loaded: Progress | None = None
+        self._loaded: _Progress | None = None
         """The progress of the next iterator, if a state was loaded."""
         self._chosen: int | None = None
         """The epoch that `set_epoch` chose, until an iterator has taken it."""
@@ -42,7 +44,7 @@ class Epochs:
         self.current.begin(settings.dataset)
         return self.current
 
-    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> Progress:
+    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> _Progress:
         """Return the progress of an epoch for which no state was loaded."""
         before, seeds = self.current, {}
         if settings.seed is not None:
@@ -51,10 +53,12 @@ class Epochs:
             seeds = {"epoch": before.epoch + 1, "base_seed": before.base_seed}
         # Persistent workers, and a sampler with a state, are where the last epoch left them.
         if before is not None and (before.is_over or workers_persist):
+            if isinstance(before, MapProgress):
+                return before.following(settings, **seeds)
             return before.following(settings, workers_persist=workers_persist, **seeds)
         if settings.is_iterable:
-            return IterableProgress(settings, saved=None, **seeds)
-        return MapProgress(settings, **seeds)
+            return IterableProgress(settings, None, **seeds)
+        return MapProgress(settings, None, **seeds)
 
     @property
     def next_epoch(self) -> int:
@@ -88,10 +92,10 @@ class Epochs:
     def load_state_dict(self, settings: LoaderSettings, state: dict[str, Any]) -> None:
         """Let the next epoch resume from a state. If the state does not fit, nothing changes."""
         saved = read(state, settings.dataset, is_iterable=settings.is_iterable)
-        if isinstance(saved, IterableState):
-            self._loaded = IterableProgress.restored(settings, saved)
+        if isinstance(saved, MapState):
+            self._loaded = MapProgress(settings, saved)
         else:
-            self._loaded = MapProgress.restored(settings, saved)
+            self._loaded = IterableProgress(settings, saved)
         if saved.generator is not None and settings.generator is not None:
             settings.generator.set_state(saved.generator)
 

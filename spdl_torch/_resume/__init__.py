@@ -9,14 +9,14 @@ from ._iterable import IterableProgress, SampleCount
 from ._map import LOAD, PREPROCESS, MapProgress, key_for
 from ._orders import sampler_layers, set_sampler_epoch
 from ._progress import Progress
-from ._state import IterableState, read
+from ._state import MapState, read
 
 __all__ = [
     "LOAD",
     "PREPROCESS",
     "IterableProgress",
-    "IterableState",
     "MapProgress",
+    "MapState",
     "Progress",
     "SampleCount",
     "key_for",

@@ -12,7 +12,7 @@ from torch.utils.data import IterDataPipe
 
 from .._settings import LoaderSettings
 from ._progress import Progress, warn_caller
-from ._state import FORMAT, Bookmark, IterableState, is_stateful, state_of
+from ._state import Bookmark, IterableState, is_stateful, state_of
 
 __all__ = ["IterableProgress", "Reader", "SampleCount"]
 
@@ -32,13 +32,10 @@ class SampleCount:
 class IterableProgress(Progress):
     """Where each worker is in its dataset, as far as its batches have been delivered."""
 
-    def __init__(
-        self, settings: LoaderSettings, *, saved: IterableState | None = None, **kept: Any
-    ) -> None:
-        super().__init__(settings, **kept)
+    def __init__(self, settings: LoaderSettings, saved: IterableState | None, **seeds: int) -> None:
+        super().__init__(settings, saved, **seeds)
         self._num_workers = settings.num_workers
         self._draws = settings.index_sampler
-        self._is_datapipe = isinstance(settings.dataset, IterDataPipe)
         self._is_restored = saved is not None
         """The datasets are to be taken to the bookmarks; if not, they are there already."""
         self._bookmarks: dict[int, Bookmark] = {}
@@ -47,10 +44,14 @@ class IterableProgress(Progress):
         self._num_batches = 0
         self._shared_seed: int | None = None
         if saved is not None:
+            _check_workers(settings, saved)
             self._bookmarks = {bookmark.worker: bookmark for bookmark in saved.workers}
             self.next_worker = saved.next_worker
             self._num_batches = saved.num_batches
             self._shared_seed = saved.shared_seed
+            if isinstance(settings.dataset, IterDataPipe) and saved.shared_seed is None:
+                # Persistent workers keep their seeds, but datapipes draw in every epoch.
+                self._had_begun = False
         self._final_bookmarks: dict[int, Bookmark] = {}
         """Those of workers that have come to the end of their dataset, delivered or not."""
         self.count = SampleCount()
@@ -69,15 +70,6 @@ class IterableProgress(Progress):
         if self._shared_seed is None:
             self._shared_seed = drawn
         return self._shared_seed
-
-    @property
-    def was_drawn(self) -> bool:
-        # Persistent workers keep their seeds, but datapipes have a new one in every epoch.
-        return super().was_drawn and (self._shared_seed is not None or not self._is_datapipe)
-
-    def choose_epoch(self, epoch: int) -> None:
-        if not self.has_drawn:
-            self.epoch = epoch
 
     def sample_key(self, worker_id: int, number: int) -> tuple[int, ...]:
         """Return the key of the random numbers of a worker's sample."""
@@ -143,6 +135,7 @@ class IterableProgress(Progress):
             self._last_reader = None
 
     def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+        """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
         self._ask_last_reader()
         bookmarks = self._bookmarks
         reader = self._reader
@@ -154,8 +147,6 @@ class IterableProgress(Progress):
             bookmarks = {worker: _bookmark_at_first(settings.dataset, worker) for worker in workers}
             bookmarks |= self._bookmarks
         return IterableState(
-            spdl_torch=FORMAT,
-            dataset="iterable",
             worker_method=_worker_method(settings),
             num_workers=self._num_workers,
             batch_size=settings.batch_size,
@@ -168,8 +159,16 @@ class IterableProgress(Progress):
 
     def following(
         self, settings: LoaderSettings, *, workers_persist: bool, **seeds: int
-    ) -> Progress:
-        progress = IterableProgress(settings, saved=None, **seeds)
+    ) -> IterableProgress:
+        """Return the progress of the epoch after this one.
+
+        Args:
+            settings: the settings for that epoch.
+            workers_persist: whether the workers of this epoch work on in that one.
+            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
+
+        """
+        progress = IterableProgress(settings, None, **seeds)
         progress.count = self.count
         progress._last_reader = self._reader
         if workers_persist:  # They keep their datasets.
@@ -179,37 +178,6 @@ class IterableProgress(Progress):
                 for worker, bookmark in self._final_bookmarks.copy().items()
             }
         return progress
-
-    @classmethod
-    def restored(cls, settings: LoaderSettings, saved: IterableState) -> IterableProgress:
-        """Return the progress that a state describes. If it does not fit, nothing has changed."""
-        # One worker reads what the calling thread would.
-        has_same_number = max(saved.num_workers, 1) == max(settings.num_workers, 1)
-        if not has_same_number and (saved.num_batches or saved.workers):
-            raise ValueError(
-                f"the state was saved with num_workers={saved.num_workers}, but this DataLoader "
-                f"has {settings.num_workers}. Each worker reads its part of an IterableDataset, "
-                f"so there must be as many to resume. Set num_workers={saved.num_workers}."
-            )
-        worker_method = _worker_method(settings)
-        if saved.worker_method != worker_method:
-            raise ValueError(
-                f'the state was saved with worker_method="{saved.worker_method}", but this '
-                f'DataLoader has "{worker_method}".'
-            )
-        if worker_method == "multiprocessing" and saved.batch_size != settings.batch_size:
-            raise ValueError(
-                f"the state was saved with batch_size={saved.batch_size}, but this DataLoader has "
-                f"{settings.batch_size}. Worker processes only count their batches, so the size "
-                "must be the same; worker threads can resume with another."
-            )
-        return cls(
-            settings,
-            saved=saved,
-            had_begun=saved.has_begun,
-            base_seed=saved.base_seed,
-            epoch=saved.epoch,
-        )
 
 
 class Reader:
@@ -340,6 +308,30 @@ def _bookmark_at_first(dataset: Any, worker_id: int) -> Bookmark:
         with contextlib.suppress(Exception):
             bookmark.dataset = state_of(dataset)
     return bookmark
+
+
+def _check_workers(settings: LoaderSettings, saved: IterableState) -> None:
+    """Raise if the workers of a state cannot be resumed by the workers of this loader."""
+    # One worker reads what the calling thread would.
+    has_same_number = max(saved.num_workers, 1) == max(settings.num_workers, 1)
+    if not has_same_number and (saved.num_batches or saved.workers):
+        raise ValueError(
+            f"the state was saved with num_workers={saved.num_workers}, but this DataLoader has "
+            f"{settings.num_workers}. Each worker reads its part of an IterableDataset, so there "
+            f"must be as many to resume. Set num_workers={saved.num_workers}."
+        )
+    worker_method = _worker_method(settings)
+    if saved.worker_method != worker_method:
+        raise ValueError(
+            f'the state was saved with worker_method="{saved.worker_method}", but this DataLoader '
+            f'has "{worker_method}".'
+        )
+    if worker_method == "multiprocessing" and saved.batch_size != settings.batch_size:
+        raise ValueError(
+            f"the state was saved with batch_size={saved.batch_size}, but this DataLoader has "
+            f"{settings.batch_size}. Worker processes only count their batches, so the size must "
+            "be the same; worker threads can resume with another."
+        )
 
 
 def _worker_method(settings: LoaderSettings) -> str:

@@ -13,7 +13,7 @@ from .._ranges import Ranges
 from .._settings import LoaderSettings
 from ._orders import order_of, restored_order
 from ._progress import Progress, warn_caller
-from ._state import FORMAT, MapState, is_stateful, state_of
+from ._state import MapState, is_stateful, state_of
 
 __all__ = ["LOAD", "PREPROCESS", "MapProgress", "key_for"]
 
@@ -26,8 +26,8 @@ PREPROCESS: Final = 0
 class MapProgress(Progress):
     """The indices of an epoch, drawn one batch after the other, and which were delivered."""
 
-    def __init__(self, settings: LoaderSettings, *, offset: int = 0, **kept: Any) -> None:
-        super().__init__(settings, **kept)
+    def __init__(self, settings: LoaderSettings, saved: MapState | None, **seeds: int) -> None:
+        super().__init__(settings, saved, **seeds)
         batch_sampler = settings.batch_sampler
         self._batch_sampler: BatchSampler | None = None
         """torch's own. How a batch sampler of the user makes its batches is not known."""
@@ -41,17 +41,34 @@ class MapProgress(Progress):
         self._unit = "batch" if self._sampler is batch_sampler else "sample"
         """What has one place in the order."""
         self._order = order_of(self._sampler, self._order_seed)
-        self._offset = offset
+        self._offset = 0
         """How many indices of the epoch came before those of the order."""
         self._done = Ranges()
         """The places of the order that had been delivered before the epoch was resumed."""
         self._delivered = Ranges()
         """The numbers of the draws that were delivered since."""
+        if saved is not None:
+            self._restore(settings.dataset, saved)
 
-    def choose_epoch(self, epoch: int) -> None:
-        if not self.has_drawn and epoch != self.epoch:
-            self.epoch = epoch
-            self._start_over()
+    def _restore(self, dataset: Any, saved: MapState) -> None:
+        length = _length_of(dataset)
+        if saved.length != length:
+            raise ValueError(
+                f"the state was saved with a dataset of {saved.length} samples, but this one has "
+                f"{length}. Use the same dataset to resume from it, or start without the state."
+            )
+        if saved.unit != self._unit:
+            raise ValueError(
+                f"the state counts in units of a {saved.unit}, but this DataLoader draws a "
+                f"{self._unit} at a time. Use the same kind of batch_sampler to resume from it."
+            )
+        if saved.dataset_state is not None and not is_stateful(dataset):
+            raise ValueError(
+                "the state has a state of the dataset, but this dataset has no load_state_dict."
+            )
+        self._dataset_state, self._offset = saved.dataset_state, saved.offset
+        # Last, because it sets the sampler's epoch.
+        self._order, self._done = restored_order(self._sampler, saved.sampler, saved.done)
 
     def __iter__(self) -> Iterator[Any]:
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
@@ -121,18 +138,16 @@ class MapProgress(Progress):
         return super().was_drawn and not self._order.epoch_was_changed()
 
     def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+        """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
         if self._order.epoch_was_changed():
-            changed = MapProgress(
-                settings, base_seed=self._base_seed, epoch=self.epoch, had_begun=self.has_begun
-            )
+            changed = MapProgress(settings, None, epoch=self.epoch)
+            changed._base_seed, changed.has_begun = self._base_seed, self.has_begun
             return changed.state_dict(settings, workers_persist=workers_persist)
         first = self._order.first_place
         dataset_state = self._dataset_state
         if dataset_state is None and is_stateful(settings.dataset):
             dataset_state = state_of(settings.dataset)
         state = MapState(
-            spdl_torch=FORMAT,
-            dataset="map",
             length=_length_of(settings.dataset),
             unit=self._unit,
             offset=self._offset + first,
@@ -149,47 +164,16 @@ class MapProgress(Progress):
             state.setdefault("dataset_state", None)
         return state
 
-    def following(
-        self,
-        settings: LoaderSettings,
-        *,
-        workers_persist: bool,  # noqa: ARG002 (the order is the same)
-        **seeds: int,
-    ) -> Progress:
-        progress = MapProgress(settings, **seeds)
-        progress._order = self._order.following(progress._order_seed)
-        return progress
+    def following(self, settings: LoaderSettings, **seeds: int) -> MapProgress:
+        """Return the progress of the epoch after this one.
 
-    @classmethod
-    def restored(cls, settings: LoaderSettings, saved: MapState) -> MapProgress:
-        """Return the progress that a state describes. If it does not fit, nothing has changed."""
-        progress = cls(
-            settings,
-            offset=saved.offset,
-            base_seed=saved.base_seed,
-            epoch=saved.epoch,
-            dataset_state=saved.dataset_state,
-            had_begun=saved.has_begun,
-        )
-        length = _length_of(settings.dataset)
-        if saved.length != length:
-            raise ValueError(
-                f"the state was saved with a dataset of {saved.length} samples, but this one has "
-                f"{length}. Use the same dataset to resume from it, or start without the state."
-            )
-        if saved.unit != progress._unit:
-            raise ValueError(
-                f"the state counts in units of a {saved.unit}, but this DataLoader draws a "
-                f"{progress._unit} at a time. Use the same kind of batch_sampler to resume from it."
-            )
-        if saved.dataset_state is not None and not is_stateful(settings.dataset):
-            raise ValueError(
-                "the state has a state of the dataset, but this dataset has no load_state_dict."
-            )
-        # Last, because it sets the sampler's epoch.
-        progress._order, progress._done = restored_order(
-            progress._sampler, saved.sampler, saved.done
-        )
+        Args:
+            settings: the settings for that epoch.
+            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
+
+        """
+        progress = MapProgress(settings, None, **seeds)
+        progress._order = self._order.following(progress._order_seed)
         return progress
 
 

@@ -366,14 +366,9 @@ class _ReplayedOrder(Order):
             self._marks.append(_Mark(self._num_taken, self._mark_state()))
 
     def _mark_state(self) -> _MarkState:
-        sampler, iterator = self._sampler, self._iterator
-        return _MarkState(
-            has_ended=self._has_ended,
-            sampler=state_of(sampler) if is_stateful(sampler) else None,
-            iterator=state_of(iterator)
-            if iterator is not sampler and is_stateful(iterator)
-            else None,
-        )
+        holders = self._sampler, None if self._iterator is self._sampler else self._iterator
+        states = (state_of(holder) if is_stateful(holder) else None for holder in holders)
+        return _MarkState(self._has_ended, *states)
 
     def drop_marks_before(self, place: int) -> None:
         while len(self._marks) > 1 and self._marks[1].place <= place:
@@ -392,14 +387,14 @@ class _ReplayedOrder(Order):
         # Once an index was taken, the mark says all.
         before = self._generator_before if self.first_place == 0 else None
         generator = _generator_of(self._sampler)
-        is_own = generator is not torch.default_generator
+        is_undrawn = generator is not torch.default_generator and not self._is_open
         return _ReplayedState(
             kind=self.kind,
             epoch=self._epoch if self._is_open else _epoch_of(self._sampler),
             generator=before,
             mark=None if mark is None else mark.state,
             is_over=mark is not None and mark.is_over,
-            next_generator=generator.get_state() if is_own and not self._is_open else None,
+            next_generator=generator.get_state() if is_undrawn else None,
         )
 
     def following(self, seed: int | None) -> Order:
@@ -440,17 +435,17 @@ def sampler_layers(sampler: Any) -> Iterator[Any]:
 
 def set_sampler_epoch(sampler: Any, epoch: int) -> None:
     """Call `set_epoch` of the outermost layer that has it."""
-    for layer in sampler_layers(sampler):
-        if callable(set_epoch := getattr(layer, "set_epoch", None)):
-            set_epoch(epoch)
-            return
+    if (layer := _layer_with_epochs(sampler)) is not None:
+        layer.set_epoch(epoch)
 
 
 def _epoch_of(sampler: Any) -> int | None:
-    for layer in sampler_layers(sampler):
-        if callable(getattr(layer, "set_epoch", None)):
-            return getattr(layer, "epoch", None)
-    return None
+    return getattr(_layer_with_epochs(sampler), "epoch", None)
+
+
+def _layer_with_epochs(sampler: Any) -> Any:
+    has_epochs = (x for x in sampler_layers(sampler) if callable(getattr(x, "set_epoch", None)))
+    return next(has_epochs, None)
 
 
 def _generator_of(sampler: Any) -> torch.Generator:

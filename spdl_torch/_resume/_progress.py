@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from .._permutation import key_of
 from .._settings import LoaderSettings
+from ._state import EpochState
 
 __all__ = ["Progress", "warn_caller"]
 
@@ -29,21 +30,29 @@ class Progress:
     def __init__(
         self,
         settings: LoaderSettings,
+        saved: EpochState | None,
         *,
         base_seed: int | None = None,
         epoch: int = 0,
-        had_begun: bool = False,
-        dataset_state: Any = None,
     ) -> None:
+        """Begin an epoch, or resume one.
+
+        Args:
+            settings: the settings of the epoch.
+            saved: the state to resume from. If it does not fit, nothing has changed.
+            base_seed: the base seed, if it is known before torch draws it.
+            epoch: how many epochs there were before with this base seed, or which one was chosen.
+
+        """
         self._is_seeded = settings.seed is not None
-        self._base_seed = base_seed
-        if base_seed is None and settings.seed is not None:
+        self._base_seed = base_seed if saved is None else saved.base_seed
+        if self._base_seed is None and settings.seed is not None:
             self._base_seed = _derived_seed(int(settings.seed), _WORKERS)
-        self.epoch = epoch
-        """How many epochs there were before with the same base seed, or which one was chosen."""
-        self._had_begun = had_begun
+        self.epoch = epoch if saved is None else saved.epoch
+        self._had_begun = saved is not None and saved.has_begun
         """The epoch was resumed, and its seeds had been drawn when it was saved."""
-        self._dataset_state = dataset_state
+        self._dataset_state: Any = None
+        """The state of a map-style dataset, until it is restored."""
         self.has_begun = False
         """An iterator was made for the epoch."""
         self.has_drawn = False
@@ -60,24 +69,13 @@ class Progress:
         raise NotImplementedError
 
     def choose_epoch(self, epoch: int) -> None:
-        """Become another epoch of a loader with a seed, if nothing has been drawn yet."""
-        raise NotImplementedError
+        """Become another epoch of a loader with `seed=`, if nothing has been drawn yet."""
+        if not self.has_drawn and epoch != self.epoch:
+            self.epoch = epoch
+            self._start_over()
 
-    def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def following(
-        self, settings: LoaderSettings, *, workers_persist: bool, **seeds: int
-    ) -> Progress:
-        """Return the progress of the epoch after this one.
-
-        Args:
-            settings: the settings for that epoch.
-            workers_persist: whether the workers of this epoch work on in that one.
-            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
-
-        """
-        raise NotImplementedError
+    def _start_over(self) -> None:
+        """Forget what was resumed."""
 
     def begin(self, dataset: Any) -> None:
         """Note that an iterator is about to be made for the epoch."""

@@ -16,8 +16,8 @@ import torch
 from .._ranges import Ranges
 
 __all__ = [
-    "FORMAT",
     "Bookmark",
+    "EpochState",
     "IterableState",
     "MapState",
     "State",
@@ -79,17 +79,27 @@ class State:
         return [(field.name, types[field.name], field.default is None) for field in fields]
 
 
-@dataclass
-class MapState(State):
-    """How far an epoch of a map-style dataset has come."""
+@dataclass(kw_only=True)
+class EpochState(State):
+    """What the states of all epochs have in common."""
 
-    spdl_torch: int
+    spdl_torch: int = FORMAT
     dataset: str
-    length: int | None
+    """The kind of the dataset."""
     has_begun: bool
     """The seeds of the epoch were drawn from torch's generator."""
     base_seed: int | None
     epoch: int
+    generator: torch.Tensor | None = None
+    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
+
+
+@dataclass(kw_only=True)
+class MapState(EpochState):
+    """How far an epoch of a map-style dataset has come."""
+
+    dataset: str = "map"
+    length: int | None
     unit: str
     offset: int
     """The number of indices of the epoch before those that the sampler state describes."""
@@ -98,8 +108,6 @@ class MapState(State):
     done: Ranges
     """The delivered places, counted from the offset."""
     dataset_state: Any = None
-    generator: torch.Tensor | None = None
-    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
 
 
 @dataclass
@@ -120,25 +128,25 @@ class Bookmark(State):
         return self.dataset is not None or self.iterator is not None
 
 
-@dataclass
-class IterableState(State):
+@dataclass(kw_only=True)
+class IterableState(EpochState):
     """How far the workers have come in an epoch of an iterable dataset."""
 
-    spdl_torch: int
-    dataset: str
+    dataset: str = "iterable"
     worker_method: str
     num_workers: int
-    has_begun: bool
     batch_size: int | None
-    base_seed: int | None
-    epoch: int
     shared_seed: int | None
     """The seed that torch shuffles datapipes with."""
     num_batches: int
     next_worker: int
     workers: list[Bookmark]
-    generator: torch.Tensor | None = None
-    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
+
+
+@dataclass
+class _Head(State):
+    spdl_torch: int
+    dataset: str
 
 
 def read(state: Any, dataset: Any, *, is_iterable: bool) -> MapState | IterableState:
@@ -165,12 +173,6 @@ def read(state: Any, dataset: Any, *, is_iterable: bool) -> MapState | IterableS
     if is_stateful(dataset) and "dataset_state" not in state:
         raise _missing("dataset_state")
     return MapState.from_dict(state)
-
-
-@dataclass
-class _Head(State):
-    spdl_torch: int
-    dataset: str
 
 
 def _missing(key: str, name: str = "state_dict") -> ValueError:

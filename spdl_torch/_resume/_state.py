@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
-import dataclasses
 import zlib
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Final, Self, get_args, get_origin, get_type_hints
 
@@ -44,9 +42,9 @@ class State:
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict that shares nothing with the loader."""
         return {
-            name: _plain(value, kind)
-            for name, kind, is_optional in self._fields()
-            if (value := getattr(self, name)) is not None or not is_optional
+            field.name: copy.deepcopy(value) if field.type == "Any" else _plain(value)
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None or field.default is not None
         }
 
     @classmethod
@@ -62,21 +60,15 @@ class State:
             raise TypeError(
                 f"{name} must be a dict, as state_dict() returns it, got {values!r:.80}."
             )
+        types = get_type_hints(cls)
         checked = {}
-        for key, wanted, is_optional in cls._fields():
+        for field in fields(cls):
+            key = field.name
             if key in values:
-                checked[key] = _checked(values[key], wanted, f"{name}[{key!r}]")
-            elif not is_optional:
+                checked[key] = _checked(values[key], types[key], f"{name}[{key!r}]")
+            elif field.default is not None:
                 raise _missing(key, name)
         return cls(**checked)
-
-    @classmethod
-    @cache
-    def _fields(cls) -> list[tuple[str, Any, bool]]:
-        """Return the name and type of each field, and whether it may be left out."""
-        types = get_type_hints(cls)
-        fields = dataclasses.fields(cls)
-        return [(field.name, types[field.name], field.default is None) for field in fields]
 
 
 @dataclass(kw_only=True)
@@ -182,17 +174,16 @@ def _missing(key: str, name: str = "state_dict") -> ValueError:
     )
 
 
-def _plain(value: Any, wanted: Any) -> Any:
-    if wanted is not Any:
-        if isinstance(value, State):
-            return value.as_dict()
-        if isinstance(value, Ranges):
-            return value.as_lists()
-        if isinstance(value, torch.Tensor):
-            return base64.b64encode(zlib.compress(value.numpy().tobytes())).decode()
-        if isinstance(value, list):
-            return [each.as_dict() for each in value]
-    return copy.deepcopy(value)
+def _plain(value: Any) -> Any:
+    if isinstance(value, State):
+        return value.as_dict()
+    if isinstance(value, Ranges):
+        return value.as_lists()
+    if isinstance(value, torch.Tensor):
+        return base64.b64encode(zlib.compress(value.numpy().tobytes())).decode()
+    if isinstance(value, list):
+        return [each.as_dict() for each in value]
+    return value
 
 
 def _checked(value: Any, wanted: Any, name: str) -> Any:

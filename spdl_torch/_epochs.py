@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from ._engine import Measurement
+from ._engine import EpochClock
 from ._resume import (
     IterableProgress,
     MapProgress,
@@ -27,8 +27,8 @@ class Epochs:
     does not refer to the iterator, so that the iterator can be collected.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.measurement = Measurement(kind)
+    def __init__(self, kind: Literal["thread", "multiprocessing", "caller"]) -> None:
+        self.clock = EpochClock(kind)
         """The clocks of the last epoch."""
         self.current: _Progress | None = None
         """The progress of the last iterator that was made."""
@@ -101,7 +101,7 @@ class Epochs:
 
     def copied(self, settings: LoaderSettings) -> Epochs:
         """Return the epochs of a copy of the loader, which begins with the same epoch."""
-        copied = Epochs(self.measurement.kind)
+        copied = Epochs(self.clock.kind)
         if self._loaded is not None:
             state = self._loaded.state_dict(settings, workers_persist=False)
             copied.load_state_dict(settings, state)
@@ -110,7 +110,7 @@ class Epochs:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"measurement": self.measurement.kind}
+        return self.__dict__ | {"clock": self.clock.kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"measurement": Measurement(state["measurement"])})
+        self.__dict__.update(state | {"clock": EpochClock(state["clock"])})

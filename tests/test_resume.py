@@ -30,6 +30,7 @@ from .resuming import (
     all_ways,
     batches,
     flat,
+    generator,
     interrupted_run,
     loader_of,
     plain,
@@ -208,6 +209,29 @@ class SeededByWorker(Indices):
     def __getitem__(self, index):
         info = get_worker_info()
         return index, (info.seed - info.id) % 1000
+
+
+@pytest.mark.parametrize("num_epochs", [0, 1])
+def test_own_generator_is_restored_between_epochs(num_epochs):
+    """A state saved before an epoch has drawn has the state of the loader's own generator."""
+
+    def loader(seed):
+        return DataLoader(
+            SeededByWorker(),
+            shuffle=True,
+            num_workers=2,
+            generator=generator(seed),
+            collate_fn=list,
+        )
+
+    with loader(3) as uninterrupted:
+        for _ in range(num_epochs):
+            batches(uninterrupted)
+        state = saved(uninterrupted)
+        expected = [batches(uninterrupted), batches(uninterrupted)]
+    with loader(4) as resumed:
+        resumed.load_state_dict(state)
+        assert [batches(resumed), batches(resumed)] == expected
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])

@@ -197,17 +197,7 @@ class Reader:
         drop_last: bool,
         count: SampleCount,
     ) -> None:
-        """Open the dataset.
-
-        Args:
-            dataset: an iterable dataset of the worker's own.
-            worker_id: the number of the worker.
-            bookmark: where to resume; or to begin the next epoch from, if it says so.
-            batched: whether a batch or a single sample is drawn at a time.
-            drop_last: whether a last batch that is not full is left out.
-            count: is kept up to date.
-
-        """
+        """Open the dataset at the bookmark of this worker, if there is one."""
         self._dataset = dataset
         self._worker_id = worker_id
         self._batched = batched

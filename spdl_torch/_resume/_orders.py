@@ -207,8 +207,7 @@ def _reshard(saved: _GlobalState, done: Ranges) -> Ranges:
 @dataclass
 class _RandomState(SamplerState):
     seed: int | None
-    is_drawn: bool
-    """The seed was drawn from torch's generator. Older versions also saved a seed that was not."""
+    """None if it has not been drawn."""
 
 
 class _RandomOrder(Order):
@@ -216,26 +215,22 @@ class _RandomOrder(Order):
 
     State = _RandomState
 
-    def __init__(self, sampler: Any, seed: int | None = None, *, is_drawn: bool = True) -> None:
+    def __init__(self, sampler: Any, seed: int | None = None) -> None:
         super().__init__(sampler)
         self._seed = seed
-        self._is_drawn = is_drawn and seed is not None
 
     def open(self, done: Ranges) -> Iterator[Any]:
-        if not self._is_drawn:
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            self._seed = drawn if self._seed is None else self._seed
-            self._is_drawn = True
-        assert self._seed is not None
+        if self._seed is None:
+            self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         seeded = copy.copy(self._sampler)
         seeded.generator = torch.Generator().manual_seed(self._seed)
         return _without(done, iter(seeded))
 
     def state(self) -> SamplerState:
-        return _RandomState(self.kind, self._seed, self._is_drawn)
+        return _RandomState(self.kind, self._seed)
 
     def restored(self, saved: _RandomState, done: Ranges) -> tuple[Order, Ranges]:
-        return _RandomOrder(self._sampler, saved.seed, is_drawn=saved.is_drawn), done
+        return _RandomOrder(self._sampler, saved.seed), done
 
 
 # -- all other samplers ---------------------------------------------------------------------------

@@ -143,8 +143,9 @@ class IterableProgress(Progress):
             bookmarks = {0: reader.bookmark()}
         elif is_stateful(settings.dataset):
             # Workers that have delivered nothing yet are where the dataset is.
+            at_first = _bookmark_at_first(settings.dataset)
             workers = range(max(1, self._num_workers))
-            bookmarks = {worker: _bookmark_at_first(settings.dataset, worker) for worker in workers}
+            bookmarks = {worker: replace(at_first, worker=worker) for worker in workers}
             bookmarks |= self._bookmarks
         return IterableState(
             worker_method=_worker_method(settings),
@@ -289,9 +290,9 @@ class Reader:
                 self._next()
 
 
-def _bookmark_at_first(dataset: Any, worker_id: int) -> Bookmark:
+def _bookmark_at_first(dataset: Any) -> Bookmark:
     """Return the bookmark of a worker that has not opened its dataset."""
-    bookmark = Bookmark(worker_id)
+    bookmark = Bookmark(0)
     # A dataset may have no state before it is iterated, and one that is its own iterator could not
     # be given it. Then it begins at its beginning.
     if not hasattr(dataset, "__next__"):

@@ -234,7 +234,7 @@ def is_stateful(thing: Any) -> bool:
 
 
 def state_of(thing: Any) -> Any:
-    """Return a copy of the state of a user's object, which may go on changing its own."""
+    """Return a copy of the state of a user's object, which may change its own later."""
     try:
         return copy.deepcopy(thing.state_dict())
     except StopIteration as error:

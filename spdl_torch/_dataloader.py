@@ -247,16 +247,7 @@ class DataLoader(
             epoch: number of the epoch.
 
         """
-        if self.seed is not None:
-            self._epochs.set_epoch(epoch)
-        for sampler in (
-            self.batch_sampler,
-            self.sampler,
-            getattr(self.batch_sampler, "sampler", None),
-        ):
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
-                return
+        self._epochs.set_epoch(LoaderSettings.of(self), epoch)
 
     def check_worker_number_rationality(self) -> None:
         """Warn about more workers than can be of use."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ._engine import EpochClock
-from ._resume import Progress, progress_of, restored_progress
+from ._resume import (
+    IterableProgress,
+    MapProgress,
+    MapState,
+    Progress,
+    read,
+    set_sampler_epoch,
+)
 from ._settings import LoaderSettings
 
 __all__ = ["Epochs"]
+
+_Progress: TypeAlias = MapProgress | IterableProgress
 
 
 class Epochs:
@@ -21,27 +30,35 @@ class Epochs:
     def __init__(self, kind: Literal["thread", "multiprocessing", "caller"]) -> None:
         self.clock = EpochClock(kind)
         """The clocks of the last epoch."""
-        self.current: Progress | None = None
+        self.current: _Progress | None = None
         """The progress of the last iterator that was made."""
-        self._next: Progress | None = None
-        """The progress of the next iterator, if it was loaded or has been saved already."""
+        self._loaded: _Progress | None = None
+        """The progress of the next iterator, if a state was loaded."""
         self._chosen: int | None = None
         """The epoch that `set_epoch` chose, until an iterator has taken it."""
-        self.first_draw: int | None = None
-        """What torch's generator was about to draw when the first iterator was made."""
 
     def begin(self, settings: LoaderSettings, *, workers_persist: bool) -> Progress:
         """Return the progress of an epoch whose iterator is being made."""
-        view = _View(settings, self, workers_persist)
-        progress, self._next = self._next, None
-        before = self.current
-        # Persistent workers, and a sampler with a state, are where the last epoch left them.
-        if progress is None and before is not None and (before.is_over or workers_persist):
-            progress = before.following(view)
-        self.current = progress or progress_of(view)
-        self._chosen = None
+        self.current = self._loaded or self._upcoming(settings, workers_persist)
+        self._loaded = self._chosen = None
         self.current.begin(settings.dataset)
         return self.current
+
+    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> _Progress:
+        """Return the progress of an epoch for which no state was loaded."""
+        before, seeds = self.current, {}
+        if settings.seed is not None:
+            seeds = {"epoch": self.next_epoch}
+        elif workers_persist and before is not None:  # Such workers keep their seeds.
+            seeds = {"epoch": before.epoch + 1, "base_seed": before.base_seed}
+        # Persistent workers, and a sampler with a state, are where the last epoch left them.
+        if before is not None and (before.is_over or workers_persist):
+            if isinstance(before, MapProgress):
+                return before.following(settings, **seeds)
+            return before.following(settings, workers_persist=workers_persist, **seeds)
+        if settings.is_iterable:
+            return IterableProgress(settings, None, **seeds)
+        return MapProgress(settings, None, **seeds)
 
     @property
     def next_epoch(self) -> int:
@@ -52,60 +69,48 @@ class Epochs:
             return 0
         return self.current.epoch + self.current.has_drawn
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that a seed makes the order and the draws from."""
-        if self._next is not None:
-            self._next.choose_epoch(epoch)
+    def set_epoch(self, settings: LoaderSettings, epoch: int) -> None:
+        """Choose the epoch of the sampler, if it has epochs, and what a seed makes of it."""
+        if settings.seed is None:
+            pass
+        elif self._loaded is not None:
+            self._loaded.choose_epoch(epoch)
         elif self.current is not None and not self.current.has_drawn:
             # Frameworks choose the epoch after they have made the iterator.
             self.current.choose_epoch(epoch)
         else:
             self._chosen = epoch
+        set_sampler_epoch(settings.index_sampler, epoch)
 
     def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
-        view = _View(settings, self, workers_persist)
-        progress = self._next
-        if progress is None:
-            progress = self.current
-            if progress is None:
-                progress = self._next = progress_of(view)
-            elif progress.is_over:
-                progress = self._next = progress.following(view)
-        progress.foresee(view)
-        return progress.state_dict(view)
+        """Return how far the last epoch has come; if it is over, the beginning of the next."""
+        progress = self._loaded or self.current
+        if progress is None or progress.is_over:
+            progress = self._upcoming(settings, workers_persist)
+        return progress.state_dict(settings, workers_persist=workers_persist)
 
     def load_state_dict(self, settings: LoaderSettings, state: dict[str, Any]) -> None:
         """Let the next epoch resume from a state. If the state does not fit, nothing changes."""
-        self._next = restored_progress(_View(settings, self, False), state)
-        self.first_draw = self._next.first_draw
+        saved = read(state, settings.dataset, is_iterable=settings.is_iterable)
+        if isinstance(saved, MapState):
+            self._loaded = MapProgress(settings, saved)
+        else:
+            self._loaded = IterableProgress(settings, saved)
+        if saved.generator is not None and settings.generator is not None:
+            settings.generator.set_state(saved.generator)
 
     def copied(self, settings: LoaderSettings) -> Epochs:
         """Return the epochs of a copy of the loader, which begins with the same epoch."""
         copied = Epochs(self.clock.kind)
-        if self._next is not None:
-            state = self.state_dict(settings, workers_persist=False)
+        if self._loaded is not None:
+            state = self._loaded.state_dict(settings, workers_persist=False)
             copied.load_state_dict(settings, state)
         elif settings.seed is not None:
             copied._chosen = self.next_epoch
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"clock": self.clock.kind}
 
-class _View:
-    def __init__(self, settings: LoaderSettings, epochs: Epochs, workers_persist: bool) -> None:
-        self._settings = settings
-        self._epochs = epochs
-        self._iterator = True if workers_persist else None
-        self._next_epoch = epochs.next_epoch
-        self._dataset_kind = int(settings.is_iterable)
-        self._index_sampler = settings.index_sampler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._settings, name)
-
-    @property
-    def _first_draw(self) -> int | None:
-        return self._epochs.first_draw
-
-    @_first_draw.setter
-    def _first_draw(self, value: int | None) -> None:
-        self._epochs.first_draw = value
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"clock": EpochClock(state["clock"])})

@@ -114,6 +114,8 @@ class _EpochLoop:
         """Kept alive while it is asked for a batch."""
 
     def next_batch(self) -> Any:
+        if self._progress.is_over:
+            raise StopIteration
         clock, num_bytes = self._clock, None
         if clock.consumer.started_at is None:
             clock.start()

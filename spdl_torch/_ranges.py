@@ -31,10 +31,6 @@ class Ranges:
             last += 1
         pairs[first:last] = [(start, stop)]
 
-    def update(self, other: Ranges) -> None:
-        for start, stop in other:
-            self.add(start, stop)
-
     def copy(self) -> Ranges:
         return Ranges(self._pairs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 from itertools import islice
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from spdl_torch import (
@@ -25,6 +28,7 @@ from spdl_torch import (
 )
 
 from .datasets import Indices
+from .tiers import pairwise
 
 SIZE = 20
 
@@ -53,6 +57,16 @@ def flat(batches):
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
+
+
+# -- map-style datasets ------------------------------------------------------------------------
+
+
+class Noisy(Indices):
+    """Random numbers that go with a sample, as a random transform has them."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index), torch.rand(()).item()
 
 
 # -- samplers -------------------------------------------------------------------------------------
@@ -305,13 +319,23 @@ PROCESSES = {"num_workers": 1, "worker_method": "multiprocessing"}
 all_ways = pytest.mark.parametrize(
     ("name", "workers"),
     [
-        (name, workers)
-        for name in ARGUMENTS
-        for workers in WORKERS
-        if workers == "caller" or name in SOME
+        *((name, "caller") for name in ARGUMENTS),
+        *pairwise(SOME, [workers for workers in WORKERS if workers != "caller"]),
     ],
 )
 """All orders in the calling thread, and some of them with worker threads."""
+
+all_orders = pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        *((name, 0) for name in ARGUMENTS),
+        *(
+            pytest.param(name, 2, marks=() if name in SOME else pytest.mark.exhaustive)
+            for name in ARGUMENTS
+        ),
+    ],
+)
+"""All orders in the calling thread and with worker threads; the default tier has some of those."""
 
 DRAW_FROM_THE_GLOBAL_GENERATOR = (
     "shuffle",
@@ -345,14 +369,177 @@ def interrupted_run(name, num_batches, *, num_epochs=0, **extra):
         return saved(loader), batches(iterator)
 
 
-def restored(name, state, **extra):
-    """A loader of another run, in which all seeds are others, with a state loaded."""
+def restored(name, state, *, rng_state=None, **extra):
+    """A loader of another run, in which all seeds are others, with a state loaded.
+
+    An epoch that has not begun to draw follows from torch's generator, which users save too.
+    """
     torch.manual_seed(999)
     loader = loader_of(name, seed=4, **extra)
     loader.load_state_dict(state)
+    if rng_state is not None:
+        torch.set_rng_state(rng_state)
     return loader
 
 
-def restored_batches(name, state, **extra):
-    with restored(name, state, **extra) as loader:
+def restored_batches(name, state, *, rng_state=None, **extra):
+    with restored(name, state, rng_state=rng_state, **extra) as loader:
         return batches(loader)
+
+
+# -- iterable datasets: worker k has sizes[k] samples, from 100 * k on, 1000 more in each epoch ----
+
+SIZES = (10, 0, 4)
+"""In batches of 4: a shard whose last batch is small, an empty one, and one that ends early and
+with a full batch, so that its end is found out later."""
+
+
+class Shards(IterableDataset):
+    epoch = 0
+    position = 0
+
+    def __init__(self, sizes=SIZES, reads: queue.SimpleQueue | None = None):
+        self.sizes = sizes
+        self.reads = reads
+        """What was read, by whichever worker: queues are shared by the workers' copies."""
+
+    @property
+    def worker_id(self):
+        info = get_worker_info()
+        return 0 if info is None else info.id
+
+    @property
+    def size(self):
+        return self.sizes[self.worker_id]
+
+    def read(self, position):
+        sample = 1000 * self.epoch + 100 * self.worker_id + position
+        if self.reads is not None:
+            self.reads.put(sample)
+        return sample
+
+
+class OfDataset(Shards):
+    """The state is the dataset's; at the end of an epoch it goes back to the beginning."""
+
+    def __iter__(self):
+        while self.position < self.size:
+            self.position += 1
+            yield self.read(self.position - 1)
+        self.position = 0
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.position, self.epoch = state["position"], state["epoch"]
+
+
+class OfDatasetAtEnd(OfDataset):
+    """The state is the dataset's, and stays at the end until the next epoch begins."""
+
+    epoch = -1
+    is_restored = False
+
+    def __iter__(self):
+        if not self.is_restored:
+            self.position = 0
+            self.epoch += 1
+        self.is_restored = False
+        while self.position < self.size:
+            self.position += 1
+            yield self.read(self.position - 1)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_restored = self.epoch >= 0
+
+
+class Cursor:
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == self.dataset.size:
+            self.dataset.end()
+            raise StopIteration
+        self.position += 1
+        return self.dataset.read(self.position - 1)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class OfIterator(Shards):
+    """The state is that of the iterator."""
+
+    def __iter__(self):
+        return Cursor(self)
+
+    def end(self):
+        pass
+
+
+class OfBoth(OfIterator):
+    """The iterator knows the position and the dataset the epoch."""
+
+    def end(self):
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+class OwnIterator(OfDataset):
+    epoch = -1
+
+    def __iter__(self):
+        self.position = 0
+        self.epoch += 1
+        return self
+
+    def __next__(self):
+        if self.position == self.size:
+            raise StopIteration
+        self.position += 1
+        return self.read(self.position - 1)
+
+
+class Nested(Shards):
+    """Gives away the very state that it changes in place, and takes over the one it is given."""
+
+    def __init__(self, sizes=SIZES):
+        super().__init__(sizes)
+        self.state = {"counts": {"position": torch.zeros(1, dtype=torch.int64)}, "seen": []}
+
+    def __iter__(self):
+        position = self.state["counts"]["position"]
+        while int(position) < self.size:
+            position += 1
+            sample = self.read(int(position) - 1)
+            # Every sample tells how many have come before it.
+            self.state["seen"].append(sample)
+            yield 1000 * len(self.state["seen"]) + sample
+        position.zero_()
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Stateless(Shards):
+    def __iter__(self):
+        return (self.read(position) for position in range(self.size))

@@ -74,24 +74,6 @@ def test_any_order_becomes_one_range(order):
 
 
 @examples
-@given(pairs, pairs)
-def test_update_is_the_union(some_pairs, other_pairs):
-    ranges, other = Ranges(some_pairs), Ranges(other_pairs)
-    ranges.update(other)
-    assert model_of(ranges) == model_of(some_pairs) | model_of(other_pairs)
-    assert is_minimal(ranges)
-    assert other == Ranges(other_pairs)
-
-
-@examples
-@given(pairs)
-def test_update_with_itself_changes_nothing(some_pairs):
-    ranges = Ranges(some_pairs)
-    ranges.update(ranges)
-    assert ranges == Ranges(some_pairs)
-
-
-@examples
 @given(pairs, st.tuples(numbers, numbers))
 def test_a_copy_goes_its_own_way(some_pairs, added):
     ranges = Ranges(some_pairs)

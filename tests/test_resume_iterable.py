@@ -18,164 +18,18 @@ from spdl_torch import DataLoader
 
 from .conftest import own_thread_names
 from .datasets import PATIENCE_SECONDS, Squares
-
-# -- datasets: worker k has sizes[k] samples, from 100 * k on, and 1000 more in every epoch --------
-
-SIZES = (10, 0, 4)
-"""In batches of 4: a shard whose last batch is small, an empty one, and one that ends early and
-with a full batch, so that its end is found out later."""
-
-
-class Shards(IterableDataset):
-    epoch = 0
-    position = 0
-
-    def __init__(self, sizes=SIZES, reads: queue.SimpleQueue | None = None):
-        self.sizes = sizes
-        self.reads = reads
-        """What was read, by whichever worker: queues are shared by the workers' copies."""
-
-    @property
-    def worker_id(self):
-        info = get_worker_info()
-        return 0 if info is None else info.id
-
-    @property
-    def size(self):
-        return self.sizes[self.worker_id]
-
-    def read(self, position):
-        sample = 1000 * self.epoch + 100 * self.worker_id + position
-        if self.reads is not None:
-            self.reads.put(sample)
-        return sample
-
-
-class OfDataset(Shards):
-    """The state is the dataset's; at the end of an epoch it goes back to the beginning."""
-
-    def __iter__(self):
-        while self.position < self.size:
-            self.position += 1
-            yield self.read(self.position - 1)
-        self.position = 0
-        self.epoch += 1
-
-    def state_dict(self):
-        return {"position": self.position, "epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.position, self.epoch = state["position"], state["epoch"]
-
-
-class OfDatasetAtEnd(OfDataset):
-    """The state is the dataset's, and stays at the end until the next epoch begins."""
-
-    epoch = -1
-    is_restored = False
-
-    def __iter__(self):
-        if not self.is_restored:
-            self.position = 0
-            self.epoch += 1
-        self.is_restored = False
-        while self.position < self.size:
-            self.position += 1
-            yield self.read(self.position - 1)
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.is_restored = self.epoch >= 0
-
-
-class Cursor:
-    def __init__(self, dataset):
-        self.dataset = dataset
-        self.position = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.position == self.dataset.size:
-            self.dataset.end()
-            raise StopIteration
-        self.position += 1
-        return self.dataset.read(self.position - 1)
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-class OfIterator(Shards):
-    """The state is that of the iterator."""
-
-    def __iter__(self):
-        return Cursor(self)
-
-    def end(self):
-        pass
-
-
-class OfBoth(OfIterator):
-    """The iterator knows the position and the dataset the epoch."""
-
-    def end(self):
-        self.epoch += 1
-
-    def state_dict(self):
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-
-
-class OwnIterator(OfDataset):
-    epoch = -1
-
-    def __iter__(self):
-        self.position = 0
-        self.epoch += 1
-        return self
-
-    def __next__(self):
-        if self.position == self.size:
-            raise StopIteration
-        self.position += 1
-        return self.read(self.position - 1)
-
-
-class Nested(Shards):
-    """Gives away the very state that it changes in place, and takes over the one it is given."""
-
-    def __init__(self, sizes=SIZES):
-        super().__init__(sizes)
-        self.state = {"counts": {"position": torch.zeros(1, dtype=torch.int64)}, "seen": []}
-
-    def __iter__(self):
-        position = self.state["counts"]["position"]
-        while int(position) < self.size:
-            position += 1
-            sample = self.read(int(position) - 1)
-            # Every sample tells how many have come before it.
-            self.state["seen"].append(sample)
-            yield 1000 * len(self.state["seen"]) + sample
-        position.zero_()
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-class Stateless(Shards):
-    def __iter__(self):
-        return (self.read(position) for position in range(self.size))
-
+from .resuming import (
+    Cursor,
+    Nested,
+    OfBoth,
+    OfDataset,
+    OfDatasetAtEnd,
+    OfIterator,
+    OwnIterator,
+    Shards,
+    Stateless,
+)
+from .tiers import pairwise
 
 STATEFUL = [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator, Nested]
 COUNTING = [OfDataset, OfDatasetAtEnd, OfBoth, OwnIterator]
@@ -244,28 +98,20 @@ def num_read_again(batches):
 
 
 def settings(*wanted):
-    return [
-        pytest.param(
-            {"num_workers": n, "persistent_workers": p}, id=f"{n}-persistent" * p or f"{n}"
-        )
-        for n, p in wanted
-    ]
+    return [{"num_workers": n, "persistent_workers": p} for n, p in wanted]
 
 
 SETTINGS = settings((0, False), (1, False), (1, True), (3, False), (3, True))
-BATCHINGS = [
-    pytest.param({"batch_size": None}, id="single"),
-    pytest.param({"batch_size": 4}, id="batched"),
-    pytest.param({"batch_size": 4, "drop_last": True}, id="drop_last"),
-]
+ONE_PROCESS = {"num_workers": 1, "worker_method": "multiprocessing"}
+BATCHINGS = [{"batch_size": None}, {"batch_size": 4}, {"batch_size": 4, "drop_last": True}]
 
 
 # -- the rest of the run --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batching", BATCHINGS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "batching"), pairwise([*STATEFUL, Stateless], SETTINGS, BATCHINGS)
+)
 def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
     loader = loader_of(make(), **setting, **batching)
     batches, states = epoch_of(loader)
@@ -278,9 +124,10 @@ def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
         assert rest == batches[place:]
 
 
-@pytest.mark.parametrize("batching", BATCHINGS)
-@pytest.mark.parametrize("setting", settings((1, False), (3, False), (3, True)))
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "batching"),
+    pairwise([*STATEFUL, Stateless], settings((1, False), (3, False), (3, True)), BATCHINGS),
+)
 def test_without_order_every_batch_of_the_rest_comes_once_and_in_the_order_of_its_worker(
     make, setting, batching
 ):
@@ -301,9 +148,9 @@ def shuffled_pipe():
     return IterableWrapper(range(12)).shuffle().sharding_filter()
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "batch_size", "in_order"), pairwise(SETTINGS, [None, 2], [True, False])
+)
 def test_a_datapipe_is_shuffled_as_it_was(setting, batch_size, in_order):
     arguments = {**setting, "batch_size": batch_size, "in_order": in_order}
     loader = loader_of(shuffled_pipe(), **arguments)
@@ -327,8 +174,9 @@ def test_a_datapipe_is_shuffled_as_it_will_be_if_the_state_is_of_an_epoch_to_com
     with loader:
         for _ in range(num_epochs):
             list(loader)
-        state = loader.state_dict()
+        state, rng_state = loader.state_dict(), torch.get_rng_state()
         batches = list(loader)
+    torch.set_rng_state(rng_state)
     assert rest_of(state, loader_of(shuffled_pipe(), **setting)) == batches
 
 
@@ -383,11 +231,10 @@ class ShuffleBuffer(IterableDataset):
         yield from samples
 
 
-@pytest.mark.parametrize("num_batches", [0, 2])
 @pytest.mark.parametrize(
-    "setting", [*SETTINGS, {"num_workers": 1, "worker_method": "multiprocessing"}]
+    ("make", "setting", "num_batches"),
+    pairwise([OfIterator, shuffled_pipe, ShuffleBuffer], [*SETTINGS, ONE_PROCESS], [0, 2]),
 )
-@pytest.mark.parametrize("make", [OfIterator, shuffled_pipe, ShuffleBuffer])
 @pytest.mark.filterwarnings("ignore:.* read again")
 def test_going_on_draws_nothing_from_torchs_generator_that_had_been_drawn(
     make, setting, num_batches
@@ -620,9 +467,9 @@ def test_epochs_are_counted_where_the_dataset_lives_on(make, setting):
             state = loader.state_dict()
 
 
-@pytest.mark.parametrize("num_epochs", [0, 1])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "num_epochs"), pairwise([*STATEFUL, Stateless], SETTINGS, [0, 1])
+)
 def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting, num_epochs):
     with loader_of(make(), **setting) as loader:
         for _ in range(num_epochs):
@@ -639,9 +486,10 @@ def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting
             assert list(resumed) == following
 
 
-@pytest.mark.parametrize("is_asked_between", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [*STATEFUL, Stateless])
+@pytest.mark.parametrize(
+    ("make", "setting", "is_asked_between"),
+    pairwise([*STATEFUL, Stateless], SETTINGS, [False, True]),
+)
 def test_the_second_epoch_can_be_gone_on_with_as_well(make, setting, is_asked_between):
     loader = loader_of(make(), **setting)
     with loader:

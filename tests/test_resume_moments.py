@@ -40,21 +40,24 @@ def test_a_state_before_the_first_batch_is_the_whole_epoch(name, workers, has_be
     torch.manual_seed(7)
     with loader_of(name, **WORKERS[workers]) as loader:
         iterator = iter(loader) if has_begun else None
-        state = saved(loader)
+        state, rng_state = saved(loader), torch.get_rng_state()
         expected = batches(loader if iterator is None else iterator)
-    assert restored_batches(name, state, **WORKERS[workers]) == expected
+    assert restored_batches(name, state, rng_state=rng_state, **WORKERS[workers]) == expected
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("num_epochs", [0, 1])
 @pytest.mark.parametrize("name", DRAW_FROM_THE_GLOBAL_GENERATOR)
-def test_the_order_of_a_saved_epoch_is_decided_whoever_draws_from_the_generator(name, has_begun):
+def test_undrawn_epoch_follows_torchs_generator(name, num_epochs):
+    """A state saved before an epoch has drawn leaves its order to torch's generator."""
     torch.manual_seed(7)
     loader = loader_of(name)
-    iterator = iter(loader) if has_begun else None
+    for _ in range(num_epochs):
+        batches(loader)
     state = saved(loader)
-    torch.rand(5)
-    expected = batches(loader if iterator is None else iterator)
-    assert restored_batches(name, state) == expected
+    torch.manual_seed(5)
+    expected = batches(loader_of(name))
+    rng_state = torch.Generator().manual_seed(5).get_state()
+    assert restored_batches(name, state, rng_state=rng_state) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -94,20 +97,9 @@ def test_a_state_of_an_ended_epoch_is_the_next_epoch(name, workers):
     torch.manual_seed(7)
     with loader_of(name, **WORKERS[workers]) as loader:
         batches(loader)
-        state = saved(loader)
+        state, rng_state = saved(loader), torch.get_rng_state()
         expected = batches(loader)
-    assert restored_batches(name, state, **WORKERS[workers]) == expected
-
-
-@pytest.mark.parametrize("name", DRAW_FROM_THE_GLOBAL_GENERATOR)
-def test_the_order_of_the_next_epoch_is_decided_once_it_is_saved(name):
-    torch.manual_seed(7)
-    with loader_of(name, num_workers=2) as loader:
-        batches(loader)
-        state = saved(loader)
-        torch.rand(5)  # As an evaluation might do.
-        expected = batches(loader)
-    assert restored_batches(name, state, num_workers=2) == expected
+    assert restored_batches(name, state, rng_state=rng_state, **WORKERS[workers]) == expected
 
 
 @pytest.mark.parametrize("name", ["shuffle", "stateful sampler"])
@@ -115,9 +107,9 @@ def test_an_ended_epoch_of_worker_processes_is_followed_by_the_next(name):
     torch.manual_seed(7)
     loader = loader_of(name, persistent_workers=True, **PROCESSES)
     batches(loader)
-    state = saved(loader)
+    state, rng_state = saved(loader), torch.get_rng_state()
     expected = batches(loader)
-    assert restored_batches(name, state, **PROCESSES) == expected
+    assert restored_batches(name, state, rng_state=rng_state, **PROCESSES) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

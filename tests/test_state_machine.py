@@ -571,11 +571,15 @@ def what_comes(iterator: Iterator[Any]) -> Any:
 
 
 @pytest.mark.timeout(120 if SOAK == 1 else 0)
-def test_any_program_gets_what_the_model_says():
+@pytest.mark.parametrize(
+    "num_programs", [60, pytest.param(450 * SOAK, marks=pytest.mark.exhaustive)]
+)
+def test_programs_match_the_model(num_programs):
+    """Whatever a program does with a loader, what comes is what the model says."""
     run_state_machine_as_test(
         AnyProgram,
         settings=settings(
-            max_examples=450 * SOAK,
+            max_examples=num_programs,
             stateful_step_count=40,
             deadline=None,
             derandomize=SOAK == 1,

@@ -1,24 +1,26 @@
-"""How far an epoch has come, as it is saved and restored.
+"""How far an epoch has come, as it is saved in a checkpoint and resumed.
 
-A `Progress` is what an iterator draws from, and what it tells which batches it has delivered. It is
-all that a loader has to save. For a map-style dataset it is an `Order` of indices and which places
-of it are done; for an iterable dataset, a bookmark for each worker.
+A `Progress` is what an iterator draws from, and what it tells which batches were delivered. That is
+all a loader has to save: for a map-style dataset the order of the indices and which places of it
+are done, for an iterable dataset a bookmark for each worker.
 """
 
-from ._base import Progress
-from ._iterable import IterableProgress
+from ._iterable import IterableProgress, SampleCount
 from ._map import LOAD, PREPROCESS, MapProgress, key_for
-from ._of_loader import progress_of, restored_progress
-from ._reader import SampleCount
+from ._orders import sampler_layers, set_sampler_epoch
+from ._progress import Progress
+from ._state import MapState, read
 
 __all__ = [
     "LOAD",
     "PREPROCESS",
     "IterableProgress",
     "MapProgress",
+    "MapState",
     "Progress",
     "SampleCount",
     "key_for",
-    "progress_of",
-    "restored_progress",
+    "read",
+    "sampler_layers",
+    "set_sampler_epoch",
 ]

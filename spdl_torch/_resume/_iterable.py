@@ -4,143 +4,112 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import IterDataPipe
 
-from ._base import FORMAT, Progress, seed_and_epoch, seed_of_workers
-from ._order import Foresight
-from ._reader import Reader, SampleCount
-from ._saved import Saved, is_stateful
+from .._settings import LoaderSettings
+from ._progress import Progress, warn_caller
+from ._state import Bookmark, IterableState, is_stateful, state_of
 
-__all__ = ["IterableProgress"]
+__all__ = ["IterableProgress", "Reader", "SampleCount"]
+
+
+@dataclass
+class SampleCount:
+    """How far a worker is in its dataset, from one epoch to the next."""
+
+    epoch: int = 0
+    number: int = 0
+    """How many samples were asked for in this epoch, with the one that is being made."""
+    may_be_at_end: bool = False
+    """The dataset was given a state of the end of an epoch, and has not been asked for anything
+    since. It may have gone back to the beginning by itself, or do so when it is asked."""
 
 
 class IterableProgress(Progress):
     """Where each worker is in its dataset, as far as its batches have been delivered."""
 
-    def __init__(
-        self,
-        loader: Any,
-        bookmarks: dict[int, dict[str, Any]] | None = None,
-        *,
-        next_worker: int = 0,
-        num_batches: int = 0,
-        is_restored: bool = False,
-        had_begun: bool = False,
-        base_seed: int | None = None,
-        epoch: int = 0,
-        shared_seed: int | None = None,
-        count: SampleCount | None = None,
-        last_reader: Reader | None = None,
-    ) -> None:
-        super().__init__(base_seed, epoch=epoch, had_begun=had_begun)
-        self._last_reader = last_reader
-        """The calling thread's in the epoch before this one, until it is asked where it ended."""
-        self.count = count or SampleCount()
-        """Of the calling thread, if that reads the dataset."""
-        self._is_restored = is_restored
-        """The datasets are to be taken to the bookmarks; or else they are there already."""
-        self._num_workers = loader.num_workers
-        self._is_seeded = loader.seed is not None
-        self._draws = loader._index_sampler
-        self._bookmarks = bookmarks or {}
-        self._final_bookmarks: dict[int, dict[str, Any]] = {}
-        """Of the workers that have come to the end of their dataset, delivered or not."""
-        self.next_worker = next_worker
-        """Whose turn it is."""
-        self._num_batches = num_batches
-        self._shared_seed = shared_seed
-        self._has_delivered = False
+    def __init__(self, settings: LoaderSettings, saved: IterableState | None, **seeds: int) -> None:
+        super().__init__(settings, saved, **seeds)
+        self._num_workers = settings.num_workers
+        self._draws = settings.index_sampler
+        self._is_restored = saved is not None
+        """The datasets are to be taken to the bookmarks; if not, they are there already."""
+        self._bookmarks: dict[int, Bookmark] = {}
+        self.next_worker = 0
+        """The worker whose turn it is."""
+        self._num_batches = 0
+        self._shared_seed: int | None = None
+        if saved is not None:
+            _check_workers(settings, saved)
+            self._bookmarks = {bookmark.worker: bookmark for bookmark in saved.workers}
+            self.next_worker = saved.next_worker
+            self._num_batches = saved.num_batches
+            self._shared_seed = saved.shared_seed
+            if isinstance(settings.dataset, IterDataPipe) and saved.shared_seed is None:
+                # Persistent workers keep their seeds, but datapipes draw in every epoch.
+                self._had_begun = False
+        self._final_bookmarks: dict[int, Bookmark] = {}
+        """Those of workers that have come to the end of their dataset, delivered or not."""
+        self.count = SampleCount()
+        """The count of the calling thread, if that reads the dataset."""
         self._reader: Reader | None = None
+        """The reader of the calling thread. It is asked for its bookmark when that is saved."""
+        self._last_reader: Reader | None = None
+        """The one of the epoch before, until it is asked where it ended."""
+        self._has_delivered = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._draws)
 
     def take_shared_seed(self, drawn: int | None) -> int | None:
-        """The seed of the epoch's datapipes: the one that was drawn, unless another was saved."""
+        """Return the seed of datapipes: the one that torch has drawn, unless another is known."""
         if self._shared_seed is None:
             self._shared_seed = drawn
         return self._shared_seed
 
-    def foresee(self, loader: Any) -> None:
-        if self.has_begun or not isinstance(loader.dataset, IterDataPipe):
-            super().foresee(loader)
-        elif self._shared_seed is None:
-            # As torch draws them, and in this order.
-            foresight = Foresight()
-            self._shared_seed = foresight.seed(loader.generator)
-            if self._base_seed is None:
-                self._base_seed = foresight.seed(loader.generator)
-
-    @classmethod
-    def of(cls, loader: Any) -> IterableProgress:
-        """The progress of an epoch that is to begin."""
-        return cls(loader, **seed_and_epoch(loader))
-
-    def choose_epoch(self, epoch: int) -> None:
-        if not self.has_drawn:
-            self._epoch = epoch
-
-    @property
-    def seed_of_workers(self) -> int:
-        return seed_of_workers(self.base_seed, self._epoch) if self._is_seeded else self.base_seed
-
     def sample_key(self, worker_id: int, number: int) -> tuple[int, ...]:
-        """What the random numbers of a worker's sample depend on."""
-        assert self._base_seed is not None
-        return self._base_seed, self._epoch, worker_id, number
+        """Return the key of the random numbers of a worker's sample."""
+        return self.base_seed, self.epoch, worker_id, number
 
     def open(
-        self,
-        dataset: Any,
-        worker_id: int,
-        *,
-        batched: bool,
-        drop_last: bool,
-        count: SampleCount,
+        self, dataset: Any, worker_id: int, *, batched: bool, drop_last: bool, count: SampleCount
     ) -> Reader:
-        """A reader for one worker, which goes on where that worker was."""
+        """Return a reader for one worker, which resumes where that worker was."""
         self.has_drawn = True
         bookmark = self._bookmarks.get(worker_id) if self._is_restored else None
         return Reader(
-            dataset,
-            batched=batched,
-            drop_last=drop_last,
-            count=count,
-            saved=None if bookmark is None else Saved(bookmark, "the worker's state"),
+            dataset, worker_id, bookmark, batched=batched, drop_last=drop_last, count=count
         )
 
     def hold(self, reader: Reader) -> None:
-        """Ask this reader for its bookmark when it is wanted: nothing is drawn ahead of it."""
-        # Only if it has something to say: it keeps the dataset's iterator alive.
+        """Ask this reader for its bookmark when a state is saved: nothing is drawn ahead of it."""
+        # Only if it has a state: the reader keeps the dataset's iterator alive.
         self._reader = reader if reader.is_stateful else None
 
     def warn_of_skipping(self) -> None:
-        """Say how many samples are going to be read in vain, if the datasets have no state."""
+        """Warn how many samples are read again and thrown away, if datasets have no state."""
         if self._is_restored:
             _warn_of_skipping(
                 sum(
-                    bookmark["num_samples"]
+                    bookmark.num_samples
                     for bookmark in self._bookmarks.values()
-                    if not bookmark["has_ended"]
-                    and not bookmark["is_over"]
-                    and not {"dataset", "iterator"} & bookmark.keys()
+                    if not bookmark.has_ended and not bookmark.is_over and not bookmark.has_state
                 ),
                 "samples",
             )
 
     def num_to_read_again(self) -> int:
-        """How many batches worker processes, which do not say where they are, have to repeat."""
+        """Return how many batches worker processes, which have no bookmarks, have to repeat."""
         if not self._is_restored:
             return 0
         _warn_of_skipping(self._num_batches, "batches")
         return self._num_batches
 
     def deliver(self, position: Any) -> None:
-        """Count a batch as delivered: of any worker, or of one that says where it is after it."""
         self._num_batches += 1
         if not isinstance(position, tuple):
             self._has_delivered = True
@@ -149,117 +118,221 @@ class IterableProgress(Progress):
         self._bookmarks[worker_id] = bookmark
         self.next_worker = (worker_id + 1) % max(1, self._num_workers)
 
-    def come_to_end(self, worker_id: int, bookmark: dict[str, Any]) -> None:
-        """A worker has nothing left. Called in its thread."""
+    def come_to_end(self, worker_id: int, bookmark: Bookmark) -> None:
+        """Note that a worker has nothing left. Called in its thread."""
         self._final_bookmarks[worker_id] = bookmark
 
     def begin(self, dataset: Any) -> None:
         super().begin(dataset)
-        # Nobody has asked for it yet: what is wrong with it is said to who does.
+        # An error of the user's state_dict() is raised where a state is asked for, not here.
         with contextlib.suppress(Exception):
             self._ask_last_reader()
         self._last_reader = None
 
     def _ask_last_reader(self) -> None:
         if self._last_reader is not None:
-            self._bookmarks[0] = self._last_reader.bookmark() | {"is_over": True}
+            self._bookmarks[0] = replace(self._last_reader.bookmark(), is_over=True)
             self._last_reader = None
 
-    def state_dict(self, loader: Any) -> dict[str, Any]:
+    def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+        """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
         self._ask_last_reader()
         bookmarks = self._bookmarks
         reader = self._reader
         if reader is not None and (self._has_delivered or reader.knows_place_at_first):
             bookmarks = {0: reader.bookmark()}
-        elif is_stateful(loader.dataset):
-            # Where those are who have delivered nothing yet.
-            at_first = Reader.bookmark_at_first(loader.dataset)
-            bookmarks = dict.fromkeys(range(max(1, self._num_workers)), at_first)
+        elif is_stateful(settings.dataset):
+            # Workers that have delivered nothing yet are where the dataset is.
+            at_first = _bookmark_at_first(settings.dataset)
+            workers = range(max(1, self._num_workers))
+            bookmarks = {worker: replace(at_first, worker=worker) for worker in workers}
             bookmarks |= self._bookmarks
-        return {
-            "spdl_torch": FORMAT,
-            "dataset": "iterable",
-            "worker_method": _worker_method(loader),
-            "num_workers": self._num_workers,
-            "has_begun": self._has_seeds(loader),
-            "first_draw": loader._first_draw,
-            "batch_size": loader.batch_size,
-            "base_seed": self._base_seed,
-            "epoch": self._epoch,
-            "shared_seed": self._shared_seed,
-            "num_batches": self._num_batches,
-            "next_worker": self.next_worker,
-            "workers": [
-                {"worker": worker_id} | copy.deepcopy(bookmark)
-                for worker_id, bookmark in sorted(bookmarks.items())
-            ],
-        }
+        return IterableState(
+            worker_method=_worker_method(settings),
+            num_workers=self._num_workers,
+            batch_size=settings.batch_size,
+            shared_seed=self._shared_seed,
+            num_batches=self._num_batches,
+            next_worker=self.next_worker,
+            workers=[bookmarks[worker] for worker in sorted(bookmarks)],
+            **self._seed_state(settings, workers_persist),
+        ).as_dict()
 
-    def following(self, loader: Any) -> Progress:
-        bookmarks = {}
-        if loader._iterator is not None:  # Workers that live on keep their datasets.
-            # A copy: one that was left in mid-epoch may have workers that come to their end now.
-            bookmarks = self._final_bookmarks.copy()
-        return IterableProgress(
-            loader,
-            {worker: bookmark | {"is_over": True} for worker, bookmark in bookmarks.items()},
-            count=self.count,
-            last_reader=self._reader,
-            **self._seed_and_epoch(loader),
+    def following(
+        self, settings: LoaderSettings, *, workers_persist: bool, **seeds: int
+    ) -> IterableProgress:
+        """Return the progress of the epoch after this one.
+
+        Args:
+            settings: the settings for that epoch.
+            workers_persist: whether the workers of this epoch work on in that one.
+            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
+
+        """
+        progress = IterableProgress(settings, None, **seeds)
+        progress.count = self.count
+        progress._last_reader = self._reader
+        if workers_persist:  # They keep their datasets.
+            # A copy: workers of an epoch that was broken off may come to their end now.
+            progress._bookmarks = {
+                worker: replace(bookmark, is_over=True)
+                for worker, bookmark in self._final_bookmarks.copy().items()
+            }
+        return progress
+
+
+class Reader:
+    """One worker's way through its dataset in one epoch.
+
+    A dataset, or its iterator, that has a state is asked for it and given it back. Any other is
+    read again from the beginning, and what had been delivered is thrown away.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        worker_id: int,
+        bookmark: Bookmark | None,
+        *,
+        batched: bool,
+        drop_last: bool,
+        count: SampleCount,
+    ) -> None:
+        """Open the dataset at the bookmark of this worker, if there is one."""
+        self._dataset = dataset
+        self._worker_id = worker_id
+        self._batched = batched
+        self._drop_last = drop_last
+        self._count = count
+        count.epoch += 1
+        count.number = 0
+        # The user's objects may change the states that they are given.
+        saved = Bookmark(worker_id) if bookmark is None else copy.deepcopy(bookmark)
+        if saved.dataset is not None:
+            dataset.load_state_dict(saved.dataset)
+            count.may_be_at_end = saved.is_over or saved.has_ended
+        self._has_ended = False
+        self._iterator: Any = iter(dataset)
+        is_own_iterator = self._iterator is dataset
+        if saved.is_over:
+            # A dataset that is its own iterator has no state before it is iterated.
+            if is_own_iterator and saved.iterator is not None:
+                dataset.load_state_dict(saved.iterator)
+                self._iterator = iter(dataset)
+        elif saved.iterator is not None and (is_own_iterator or not saved.has_ended):
+            self._iterator.load_state_dict(saved.iterator)
+        self._had_ended = self._has_ended = saved.has_ended and not saved.is_over
+        if not saved.is_over:
+            if not saved.has_state and not saved.has_ended:
+                self._skip(saved.num_samples)
+            count.number = saved.num_samples
+        self.is_stateful = is_stateful(dataset) or is_stateful(self._iterator)
+
+    def draw(self, drawn: Any) -> Any:
+        """Return the samples of the next batch, or the next sample; StopIteration at the end."""
+        try:
+            samples = self._fetch(drawn)
+        except StopIteration:
+            self._has_ended = True
+            if self._had_ended or not self._count.may_be_at_end:
+                raise
+            self._count.may_be_at_end = self._has_ended = False
+            self._iterator = iter(self._dataset)
+            samples = self._fetch(drawn)
+        self._count.may_be_at_end = False
+        return samples
+
+    def bookmark(self) -> Bookmark:
+        """Return where the reader is now, for another one to resume from."""
+        bookmark = Bookmark(self._worker_id, self._count.number, self._has_ended)
+        if self._iterator is not self._dataset and is_stateful(self._dataset):
+            bookmark.dataset = state_of(self._dataset)
+        if is_stateful(self._iterator):
+            bookmark.iterator = state_of(self._iterator)
+        return bookmark
+
+    @property
+    def knows_place_at_first(self) -> bool:
+        """Whether its state is right before the first sample was drawn.
+
+        A dataset whose `__iter__` is a generator still says then where it was before.
+        """
+        return self._iterator is self._dataset or not is_stateful(self._dataset)
+
+    def _fetch(self, drawn: Any) -> Any:
+        if self._has_ended:
+            raise StopIteration
+        if not self._batched:
+            return self._next()
+        samples = []
+        for _ in drawn:
+            try:
+                samples.append(self._next())
+            except StopIteration:
+                self._has_ended = True
+                break
+        if not samples or (self._drop_last and len(samples) < len(drawn)):
+            raise StopIteration
+        return samples
+
+    def _next(self) -> Any:
+        self._count.number += 1
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._count.number -= 1
+            raise
+
+    def _skip(self, num_samples: int) -> None:
+        for _ in range(num_samples):
+            # What could not be read has been reported, and an ended dataset stays at its end.
+            with contextlib.suppress(Exception):
+                self._next()
+
+
+def _bookmark_at_first(dataset: Any) -> Bookmark:
+    """Return the bookmark of a worker that has not opened its dataset."""
+    bookmark = Bookmark(0)
+    # A dataset may have no state before it is iterated, and one that is its own iterator could not
+    # be given it. Then it begins at its beginning.
+    if not hasattr(dataset, "__next__"):
+        with contextlib.suppress(Exception):
+            bookmark.dataset = state_of(dataset)
+    return bookmark
+
+
+def _check_workers(settings: LoaderSettings, saved: IterableState) -> None:
+    """Raise if the workers of a state cannot be resumed by the workers of this loader."""
+    # One worker reads what the calling thread would.
+    has_same_number = max(saved.num_workers, 1) == max(settings.num_workers, 1)
+    if not has_same_number and (saved.num_batches or saved.workers):
+        raise ValueError(
+            f"the state was saved with num_workers={saved.num_workers}, but this DataLoader has "
+            f"{settings.num_workers}. Each worker reads its part of an IterableDataset, so there "
+            f"must be as many to resume. Set num_workers={saved.num_workers}."
+        )
+    worker_method = _worker_method(settings)
+    if saved.worker_method != worker_method:
+        raise ValueError(
+            f'the state was saved with worker_method="{saved.worker_method}", but this DataLoader '
+            f'has "{worker_method}".'
+        )
+    if worker_method == "multiprocessing" and saved.batch_size != settings.batch_size:
+        raise ValueError(
+            f"the state was saved with batch_size={saved.batch_size}, but this DataLoader has "
+            f"{settings.batch_size}. Worker processes only count their batches, so the size must "
+            "be the same; worker threads can resume with another."
         )
 
-    @classmethod
-    def restored(cls, loader: Any, saved: Saved) -> IterableProgress:
-        num_workers, worker_method = saved.integer("num_workers"), saved.text("worker_method")
-        # One worker reads what the calling thread would.
-        has_same_number = max(num_workers, 1) == max(loader.num_workers, 1)
-        if not has_same_number and (saved.integer("num_batches") or saved.parts("workers")):
-            raise ValueError(
-                f"the state was saved with num_workers={num_workers}, but this DataLoader has "
-                f"{loader.num_workers}. Each worker goes its own way through an IterableDataset, "
-                f"so there must be as many to go on. Set num_workers={num_workers}."
-            )
-        if worker_method != _worker_method(loader):
-            raise ValueError(
-                f'the state was saved with worker_method="{worker_method}", but this DataLoader '
-                f'has "{_worker_method(loader)}".'
-            )
-        batch_size = saved.optional_integer("batch_size")
-        if worker_method == "multiprocessing" and batch_size != loader.batch_size:
-            raise ValueError(
-                f"the state was saved with batch_size={batch_size}, but this DataLoader has "
-                f"{loader.batch_size}. Worker processes only count their batches, so the size must "
-                "be the same; worker threads can go on with another."
-            )
-        bookmarks = {}
-        for part in saved.parts("workers"):
-            part.integer("num_samples")
-            part.flag("has_ended")
-            part.flag("is_over")
-            bookmarks[part.integer("worker")] = part.values
-        is_datapipe = isinstance(loader.dataset, IterDataPipe)
-        return cls(
-            loader,
-            bookmarks,
-            next_worker=saved.integer("next_worker"),
-            num_batches=saved.integer("num_batches"),
-            is_restored=True,
-            had_begun=saved.flag("has_begun"),
-            base_seed=saved.integer("base_seed"),
-            epoch=saved.integer("epoch"),
-            shared_seed=saved.integer("shared_seed") if is_datapipe else None,
-        )
 
-
-def _worker_method(loader: Any) -> str:
-    return loader.worker_method if loader.num_workers > 0 else "thread"
+def _worker_method(settings: LoaderSettings) -> str:
+    return settings.worker_method if settings.num_workers > 0 else "thread"
 
 
 def _warn_of_skipping(number: int, things: str) -> None:
     if number:
-        warnings.warn(
+        warn_caller(
             f"{number} {things} of the IterableDataset are read again and thrown away to get to "
             "where the state was saved. With state_dict() and load_state_dict() on the dataset or "
-            "its iterator, and worker threads, it would go there at once.",
-            stacklevel=7,  # The line that calls iter().
+            "its iterator, and worker threads, it would go there at once."
         )

@@ -1,191 +1,482 @@
-"""Which order a sampler has, and the orders that follow from a few numbers."""
+"""The order of an epoch's indices, and how it is found again."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
-from itertools import chain
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from .._ranges import Ranges
 from .._sampler import GlobalSampler
-from ._order import Foresight, Order, drawn_seed, left_of
-from ._replayed_order import ReplayedOrder
-from ._saved import Saved
+from ._state import State, is_stateful, state_of
 
-__all__ = ["order_of", "restored_order"]
+__all__ = ["Order", "order_of", "restored_order", "sampler_layers", "set_sampler_epoch"]
 
 
-def order_of(sampler: Any) -> Order:
-    """The order in which a sampler is going to give its indices."""
+@dataclass
+class SamplerState(State):
+    """What it takes to find an order again. `SequentialSampler` needs no more than this."""
+
+    kind: str
+
+
+class Order:
+    """The indices of one epoch, as one sampler returns them. This one: all of them, from 0 up."""
+
+    State: type[SamplerState] = SamplerState
+    has_marks = False
+    """The sampler has a state, which is kept for every draw that a checkpoint may go back to."""
+    is_partial = False
+    """Some of the epoch is left out of the order, because it was delivered before."""
+
+    def __init__(self, sampler: Any, seed: int | None = None) -> None:  # noqa: ARG002 (not random)
+        self._sampler = sampler
+        self.kind = type(sampler).__name__
+        """The name of the sampler in a state."""
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        """Return the indices of the epoch but for those at the places that are done."""
+        gaps = done.gaps(len(self._sampler.data_source))
+        return chain.from_iterable(range(start, stop) for start, stop in gaps)
+
+    def epoch_was_changed(self) -> bool:
+        """Return whether the user chose another epoch after this one had been restored."""
+        return False
+
+    def make_mark(self) -> None:
+        """Keep the state of the sampler after a draw."""
+
+    def drop_marks_before(self, place: int) -> None:
+        """Forget the states that no checkpoint will need once everything before is delivered."""
+
+    @property
+    def first_place(self) -> int:
+        """The place from which the state describes the order, and counts all others."""
+        return 0
+
+    def global_place(self, place: int) -> int:
+        """Return the place in the order of all ranks together."""
+        return place
+
+    def state(self) -> SamplerState:
+        return SamplerState(self.kind)
+
+    def following(self, seed: int | None) -> Order:
+        """Return the order of the next epoch."""
+        return type(self)(self._sampler, seed)
+
+    def restored(self, saved: Any, done: Ranges) -> tuple[Order, Ranges]:  # noqa: ARG002 (nothing)
+        """Return the order that a state of this class describes, and which places are done."""
+        return self, done
+
+
+def order_of(sampler: Any, seed: int | None = None) -> Order:
+    """Return the order of a sampler's next epoch.
+
+    Args:
+        sampler: any sampler or batch sampler.
+        seed: draw the order from this, where it would be drawn from torch's generator.
+
+    """
     # By exact type, or method: a subclass may do anything.
     if isinstance(sampler, GlobalSampler) and type(sampler).__iter__ is GlobalSampler.__iter__:
         return _GlobalOrder(sampler)
     if type(sampler) is SequentialSampler:
-        return _Ascending(sampler)
+        return Order(sampler)
     if type(sampler) is RandomSampler and sampler.generator is None:
-        return _Seeded(sampler)
-    return ReplayedOrder(sampler)
+        return _RandomOrder(sampler, seed)
+    return _ReplayedOrder(sampler, seed)
 
 
-def restored_order(sampler: Any, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
-    """The order of a saved state, and what of it is done."""
+def restored_order(sampler: Any, values: dict[str, Any], done: Ranges) -> tuple[Order, Ranges]:
+    """Return the order of a saved state, and which places of it are done."""
+    name = "state_dict['sampler']"
     order = order_of(sampler)
-    kind = saved.text("kind")
+    kind = SamplerState.from_dict(values, name).kind
     if kind != order.kind:
         raise ValueError(
             f"the state was saved with a sampler of the kind {kind}, but this DataLoader has a "
-            f"{order.kind}. Use the same kind of sampler to go on from it."
+            f"{order.kind}. Use the same kind of sampler to resume from it."
         )
-    return order.restored(saved, done)
+    return order.restored(order.State.from_dict(values, name), done)
+
+
+# -- our own samplers -----------------------------------------------------------------------------
+
+
+@dataclass
+class _GlobalState(SamplerState):
+    seed: int
+    epoch: int
+    num_draws: int
+    weights: int | None
+    """A checksum of the weights."""
+    rank: int
+    world_size: int
+    start: Ranges
+    """The positions that all ranks had delivered before the rest was divided among the ranks."""
 
 
 class _GlobalOrder(Order):
-    """An order of ours: its seed and epoch are all there is to know."""
+    """The order of a sampler of ours: it follows from seed and epoch, for any number of ranks."""
+
+    State = _GlobalState
 
     def __init__(
         self, sampler: GlobalSampler, start: Ranges | None = None, epoch: int | None = None
     ) -> None:
-        self.kind = type(sampler).__name__
-        self._sampler = sampler
+        super().__init__(sampler)
         self._start = start or Ranges()
-        """The positions that had been delivered, by all ranks, before they were dealt out anew."""
+        self.is_partial = bool(start)
         self._saved_epoch = epoch
         self._epoch: int | None = None
 
     def open(self, done: Ranges) -> Iterator[Any]:
         self._epoch = self._sampler.begin_epoch()
-        return self._sampler.indices(self._epoch, self._start, done)
-
-    @property
-    def is_partial(self) -> bool:
-        return bool(self._start)
-
-    def global_place(self, place: int) -> int:
-        return int(self._sampler.position_of(place, self._start))
+        indices: Iterator[Any] = self._sampler.indices(self._epoch, self._start, done)
+        return indices
 
     def epoch_was_changed(self) -> bool:
         is_open = self._epoch is not None
         return not is_open and self._saved_epoch not in (None, self._sampler.next_epoch)
 
-    def describe(self) -> dict[str, Any]:
-        sampler = self._sampler
-        return {
-            "kind": self.kind,
-            "seed": sampler.seed,
-            "epoch": sampler.next_epoch if self._epoch is None else self._epoch,
-            "num_draws": sampler.num_draws,
-            "weights": sampler.weights_checksum,
-            "rank": sampler.rank,
-            "world_size": sampler.num_replicas,
-            "start": self._start.as_lists(),
-        }
+    def global_place(self, place: int) -> int:
+        return int(self._sampler.position_of(place, self._start))
 
-    def following(self) -> Order:
+    def state(self) -> SamplerState:
+        sampler = self._sampler
+        return _GlobalState(
+            kind=self.kind,
+            seed=sampler.seed,
+            epoch=sampler.next_epoch if self._epoch is None else self._epoch,
+            num_draws=sampler.num_draws,
+            weights=sampler.weights_checksum,
+            rank=sampler.rank,
+            world_size=sampler.num_replicas,
+            start=self._start,
+        )
+
+    def following(self, seed: int | None) -> Order:  # noqa: ARG002 (the sampler has its own)
         return _GlobalOrder(self._sampler)
 
-    def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
-        sampler = self._sampler
-        seed, epoch, start = saved.integer("seed"), saved.integer("epoch"), saved.ranges("start")
-        rank, world_size = saved.integer("rank"), saved.integer("world_size")
-        if saved.integer("num_draws") != sampler.num_draws:
+    def restored(self, saved: _GlobalState, done: Ranges) -> tuple[Order, Ranges]:
+        sampler, start = self._sampler, saved.start
+        if saved.num_draws != sampler.num_draws:
             raise ValueError(
-                f"the state was saved with an epoch of {saved.integer('num_draws')} indices, but "
-                f"the sampler now draws {sampler.num_draws}."
+                f"the state was saved with an epoch of {saved.num_draws} indices, but the sampler "
+                f"now draws {sampler.num_draws}."
             )
-        if saved.optional_integer("weights") != sampler.weights_checksum:
+        if saved.weights != sampler.weights_checksum:
             raise ValueError("the state was saved with other weights than the sampler has now.")
-        if sampler.num_replicas != world_size or (sampler.rank != rank and not done.is_prefix):
-            start, done = _reshard(start, done, world_size, sampler.num_draws), Ranges()
-        sampler.set_epoch(epoch)
-        sampler.seed = seed
-        return _GlobalOrder(sampler, start, epoch), done
+        is_same_rank = sampler.rank == saved.rank or done.is_prefix
+        if sampler.num_replicas != saved.world_size or not is_same_rank:
+            start, done = _reshard(saved, done), Ranges()
+        sampler.set_epoch(saved.epoch)
+        sampler.seed = saved.seed
+        return _GlobalOrder(sampler, start, saved.epoch), done
 
 
-def _reshard(start: Ranges, done: Ranges, world_size: int, num_draws: int) -> Ranges:
-    """The positions that all ranks have gone through, one of which has done this."""
+def _reshard(saved: _GlobalState, done: Ranges) -> Ranges:
+    """Return the positions that all ranks have delivered, if one of them has delivered `done`."""
+    world_size, start = saved.world_size, saved.start
     if world_size > 1 and not done.is_prefix:
         raise ValueError(
             f"the state was saved by one of {world_size} ranks with in_order=False, and does not "
             "know which batches the other ranks had got out of turn. Give each rank back its own "
-            "state, or save with in_order=True to go on with another number of ranks."
+            "state, or save with in_order=True to resume with another number of ranks."
         )
-    num_positions = num_draws - start.count()
+    num_positions = saved.num_draws - start.count()
     everything = start.copy()
     for first, last in done:
-        for positions in start.missing_ranges(
-            first * world_size, min(last * world_size, num_positions)
-        ):
+        stop = min(last * world_size, num_positions)
+        for positions in start.missing_ranges(first * world_size, stop):
             everything.add(*positions)
     return everything
 
 
-class _Ascending(Order):
-    """All indices from 0 up."""
-
-    kind = "SequentialSampler"
-
-    def __init__(self, sampler: SequentialSampler) -> None:
-        self._sampler = sampler
-
-    def open(self, done: Ranges) -> Iterator[Any]:
-        size = len(self._sampler.data_source)
-        return chain.from_iterable(range(start, stop) for start, stop in done.gaps(size))
-
-    def describe(self) -> dict[str, Any]:
-        return {"kind": self.kind}
-
-    def following(self) -> Order:
-        return _Ascending(self._sampler)
-
-    def restored(
-        self,
-        saved: Saved,  # noqa: ARG002 (there is nothing to know)
-        done: Ranges,
-    ) -> tuple[Order, Ranges]:
-        return self, done
+# -- `shuffle=True` -------------------------------------------------------------------------------
 
 
-class _Seeded(Order):
-    """torch's random order of `shuffle=True`: it draws one seed, and the rest follows from that."""
+@dataclass
+class _RandomState(SamplerState):
+    seed: int | None
+    """None if it has not been drawn."""
 
-    kind = "RandomSampler"
 
-    def __init__(
-        self, sampler: RandomSampler, seed: int | None = None, *, is_drawn: bool = False
-    ) -> None:
-        self._sampler = sampler
+class _RandomOrder(Order):
+    """The order of `shuffle=True`: torch draws one seed, from which the rest follows."""
+
+    State = _RandomState
+
+    def __init__(self, sampler: Any, seed: int | None = None) -> None:
+        super().__init__(sampler)
         self._seed = seed
-        self._is_drawn = is_drawn
-        """The seed has left its generator; or else it was only foreseen."""
 
     def open(self, done: Ranges) -> Iterator[Any]:
-        if not self._is_drawn:
-            # Drawn even if it was foreseen, so that what is drawn after it stays the same.
-            drawn = drawn_seed()
-            self._seed = drawn if self._seed is None else self._seed
-            self._is_drawn = True
-        assert self._seed is not None
+        if self._seed is None:
+            self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         seeded = copy.copy(self._sampler)
         seeded.generator = torch.Generator().manual_seed(self._seed)
-        return left_of(iter(seeded), done)
+        return _without(done, iter(seeded))
 
-    def fix(self, seed: int) -> None:
-        self._seed, self._is_drawn = seed, True
+    def state(self) -> SamplerState:
+        return _RandomState(self.kind, self._seed)
 
-    def foresee(self, foresight: Foresight) -> None:
-        if self._seed is None:
-            self._seed = foresight.seed(None)
+    def restored(self, saved: _RandomState, done: Ranges) -> tuple[Order, Ranges]:
+        return _RandomOrder(self._sampler, saved.seed), done
 
-    def describe(self) -> dict[str, Any]:
-        return {"kind": self.kind, "seed": self._seed, "is_drawn": self._is_drawn}
 
-    def following(self) -> Order:
-        return _Seeded(self._sampler)
+# -- all other samplers ---------------------------------------------------------------------------
 
-    def restored(self, saved: Saved, done: Ranges) -> tuple[Order, Ranges]:
-        seed, is_drawn = saved.integer("seed"), saved.flag("is_drawn")
-        return _Seeded(self._sampler, seed, is_drawn=is_drawn), done
+
+@dataclass
+class _MarkState(State):
+    """Where a sampler with a state says it is."""
+
+    has_ended: bool
+    sampler: Any
+    iterator: Any
+
+
+@dataclass
+class _ReplayedState(SamplerState):
+    epoch: int | None
+    generator: torch.Tensor | None
+    """The state of the sampler's generator before it drew for the epoch."""
+    mark: _MarkState | None
+    is_over: bool
+    """The mark is that of an epoch's end, and stands for the beginning of the next epoch."""
+    next_generator: torch.Tensor | None = None
+    """The state of a generator of the sampler's own, if it has not drawn for the epoch yet."""
+
+
+@dataclass
+class _Mark:
+    place: int
+    """How many indices were taken from the sampler, those that were skipped included."""
+    state: _MarkState
+    is_over: bool = False
+
+
+class _ReplayedOrder(Order):
+    """The order of any other sampler.
+
+    If the sampler or its iterator has a state, that is kept for every batch. If not, the order is
+    replayed from its beginning, with its generator as it was then.
+    """
+
+    State = _ReplayedState
+
+    def __init__(
+        self, sampler: Any, seed: int | None = None, saved: _ReplayedState | None = None
+    ) -> None:
+        super().__init__(sampler)
+        if type(sampler) is RandomSampler:
+            self.kind += " with a generator of its own"
+        self._saved = saved
+        """What it was restored from, until it is opened."""
+        self._epoch: int | None = None
+        self._generator_before: torch.Tensor | None = None
+        """The state of its generator before the first index, if it draws from it."""
+        self._marks: deque[_Mark] = deque()
+        """All that a checkpoint may have to go back to."""
+        if saved is not None:
+            self._generator_before = saved.generator
+            if saved.mark is not None:
+                self._marks.append(_Mark(0, saved.mark, saved.is_over))
+        elif seed is not None and _draws_from_torch(sampler):
+            self._generator_before = torch.Generator().manual_seed(seed).get_state()
+        self._is_open = False
+        self._iterator: Any = None
+        self._num_taken = 0
+        self._has_ended = False
+
+    def open(self, done: Ranges) -> Iterator[Any]:
+        saved, self._saved, self._is_open = self._saved, None, True
+        self._epoch = _epoch_of(self._sampler)
+        generator, before = _generator_of(self._sampler), self._generator_before
+        self._generator_before = None
+        if is_stateful(self._sampler) and not self._marks:
+            # Before it is asked for an iterator: some say after that still where they were.
+            self._marks.append(_Mark(0, self._mark_state()))
+        with _generator_as_it_was(generator, before):
+            before = generator.get_state()
+            if saved is not None and saved.mark is not None:
+                iterator = self._at_mark(saved.mark, is_over=saved.is_over)
+            else:
+                iterator = iter(self._sampler)
+            self.has_marks = is_stateful(self._sampler) or is_stateful(iterator)
+            if self.has_marks:
+                # Untouched: its state must not be one index ahead.
+                self._iterator = iterator
+                if not self._marks:
+                    self.make_mark()
+            else:
+                # Most draw with the first index.
+                iterator = chain(list(islice(iterator, 1)), iterator)
+            if not torch.equal(before, generator.get_state()):
+                self._generator_before = before
+        return _without(done, self._counted(iterator))
+
+    def _at_mark(self, mark: _MarkState, *, is_over: bool) -> Iterator[Any]:
+        # A copy for each: the mark is still to be saved, and the user's object may change its own.
+        if mark.sampler is not None:
+            self._sampler.load_state_dict(copy.deepcopy(mark.sampler))
+        if not is_over and not mark.has_ended:
+            if mark.iterator is None:
+                return iter(self._sampler)
+            with torch.random.fork_rng(devices=[]):  # It has drawn before it was saved.
+                iterator: Any = iter(self._sampler)
+            iterator.load_state_dict(copy.deepcopy(mark.iterator))
+            return iter(iterator)
+        # The sampler may be still at the end of its epoch, or have gone back to the beginning by
+        # itself. Asked for an index, one at the end goes back too; the other must not have been.
+        with torch.random.fork_rng(devices=[]):
+            has_index = mark.sampler is not None and list(islice(self._sampler, 1))
+        if has_index:
+            self._sampler.load_state_dict(copy.deepcopy(mark.sampler))
+        return iter(self._sampler) if is_over else iter(())
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for index in iterator:
+            self._num_taken += 1
+            yield index
+        self._has_ended = True
+
+    def epoch_was_changed(self) -> bool:
+        saved = self._saved
+        if saved is None or saved.epoch is None:
+            return False
+        return saved.epoch != _epoch_of(self._sampler)
+
+    def make_mark(self) -> None:
+        if self.has_marks:
+            self._marks.append(_Mark(self._num_taken, self._mark_state()))
+
+    def _mark_state(self) -> _MarkState:
+        holders = self._sampler, None if self._iterator is self._sampler else self._iterator
+        states = (state_of(holder) if is_stateful(holder) else None for holder in holders)
+        return _MarkState(self._has_ended, *states)
+
+    def drop_marks_before(self, place: int) -> None:
+        while len(self._marks) > 1 and self._marks[1].place <= place:
+            self._marks.popleft()
+
+    @property
+    def first_place(self) -> int:
+        return self._marks[0].place if self._marks else 0
+
+    def state(self) -> SamplerState:
+        if self._saved is not None:
+            return self._saved
+        mark = self._marks[0] if self._marks else None
+        if mark is None and is_stateful(self._sampler):
+            mark = _Mark(0, self._mark_state())
+        # Once an index was taken, the mark says all.
+        before = self._generator_before if self.first_place == 0 else None
+        generator = _generator_of(self._sampler)
+        is_undrawn = generator is not torch.default_generator and not self._is_open
+        return _ReplayedState(
+            kind=self.kind,
+            epoch=self._epoch if self._is_open else _epoch_of(self._sampler),
+            generator=before,
+            mark=None if mark is None else mark.state,
+            is_over=mark is not None and mark.is_over,
+            next_generator=generator.get_state() if is_undrawn else None,
+        )
+
+    def following(self, seed: int | None) -> Order:
+        order = _ReplayedOrder(self._sampler, seed)
+        if self._marks and is_stateful(self._sampler):
+            order._marks.append(_Mark(0, self._marks[-1].state, is_over=True))
+        return order
+
+    def restored(self, saved: _ReplayedState, done: Ranges) -> tuple[Order, Ranges]:
+        has_state = saved.mark is not None and saved.mark.sampler is not None
+        if has_state and not is_stateful(self._sampler):
+            raise ValueError(
+                f"the state has a state of the sampler, but a {self.kind} has no load_state_dict."
+            )
+        order = _ReplayedOrder(self._sampler, saved=saved)
+        if saved.next_generator is not None:
+            _generator_of(self._sampler).set_state(saved.next_generator)
+        if saved.epoch is not None:
+            set_sampler_epoch(self._sampler, saved.epoch)
+        return order, done
+
+
+# -- what samplers of users have ------------------------------------------------------------------
+
+
+def sampler_layers(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and those that it wraps, the innermost last.
+
+    For all samplers of a loader, begin with its index sampler: the batch sampler, if it has one.
+    """
+    for _ in range(4):
+        yield sampler
+        inner = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
+        if sampler is None:
+            return
+
+
+def set_sampler_epoch(sampler: Any, epoch: int) -> None:
+    """Call `set_epoch` of the outermost layer that has it."""
+    if (layer := _layer_with_epochs(sampler)) is not None:
+        layer.set_epoch(epoch)
+
+
+def _epoch_of(sampler: Any) -> int | None:
+    return getattr(_layer_with_epochs(sampler), "epoch", None)
+
+
+def _layer_with_epochs(sampler: Any) -> Any:
+    has_epochs = (x for x in sampler_layers(sampler) if callable(getattr(x, "set_epoch", None)))
+    return next(has_epochs, None)
+
+
+def _generator_of(sampler: Any) -> torch.Generator:
+    for layer in sampler_layers(sampler):
+        if isinstance(generator := getattr(layer, "generator", None), torch.Generator):
+            return generator
+    return torch.default_generator
+
+
+def _draws_from_torch(sampler: Any) -> bool:
+    """Return whether a sampler may draw from torch's default generator."""
+    has_order = any(isinstance(x, DistributedSampler | Sequence) for x in sampler_layers(sampler))
+    return not has_order and _generator_of(sampler) is torch.default_generator
+
+
+@contextlib.contextmanager
+def _generator_as_it_was(generator: torch.Generator, before: torch.Tensor | None) -> Iterator[None]:
+    """Draw what was drawn before. torch's default generator, which the loop uses, is put back."""
+    now = generator.get_state()
+    if before is None or torch.equal(now, before):
+        yield
+        return
+    generator.set_state(before)
+    try:
+        yield
+    finally:
+        if generator is torch.default_generator:
+            generator.set_state(now)
+
+
+def _without(done: Ranges, indices: Iterator[Any]) -> Iterator[Any]:
+    """Yield all indices but those at the places that are done."""
+    place = 0
+    for start, stop in done:
+        yield from islice(indices, start - place)
+        for _ in islice(indices, stop - start):
+            pass
+        place = stop
+    yield from indices

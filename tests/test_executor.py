@@ -241,12 +241,10 @@ def test_an_executor_that_is_shut_down_with_its_lock_in_hand_is_an_error_and_not
         next(iterator)
     executor.shutdown(wait=False, cancel_futures=True)
     may_end.set()
-    with pytest.raises(CancelledError) as caught:
-        next(iterator)
-    assert "the executor was shut down" in caught.value.__notes__[1]
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="after shutdown"):
+    for _ in range(4):
+        with pytest.raises(CancelledError) as caught:
             next(iterator)
+        assert "the executor was shut down" in caught.value.__notes__[1]
     loader.close()  # The exceptions refer to this frame, and so to the iterator.
 
 
@@ -395,7 +393,7 @@ def test_a_forked_child_does_not_take_back_its_parents_tasks():
 
 def test_a_task_that_is_handed_over_while_the_loop_is_left_is_taken_back():
     executor = RunsTheFirst(Future)
-    loader = DataLoader(Staged(40), num_workers=1, num_io_workers=2, preprocess_executor=executor)
+    loader = DataLoader(Staged(40), num_workers=1, num_io_workers=1, preprocess_executor=executor)
     iterator = iter(loader)
     next(iterator)
     assert executor.is_at_second.wait(PATIENCE_SECONDS)

@@ -9,7 +9,6 @@ import pickle
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +28,8 @@ _MAX_HOOKS_KEPT: Final = 4
 _hooks: dict[bytes, Operation] = {}
 """In an executor's worker: the hooks that it received, latest last. Each step on it is one atomic
 operation, because the worker may be a thread among others."""
+
+_SMALL_HOOK_BYTES: Final = 65536
 
 _TASK_SECONDS: Final = 0.01
 """How long the samples of one task take together: a hand-over between processes costs some hundred
@@ -97,7 +98,7 @@ class _Futures(set[Future[Any]]):
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return self._helpers.copy()
+        return self._helpers
 
     def start(self, seconds_apart: float) -> None:
         pass
@@ -120,21 +121,10 @@ class _Futures(set[Future[Any]]):
         """
         # A forked child has copies of its parent's futures; the tasks are its parent's.
         if futures and os.getpid() == self._process_id:
+            thread = new_thread("helper", _cancel, futures)
             with contextlib.suppress(RuntimeError):  # No thread starts at the interpreter's exit.
-                self.run_in_helper_thread(_cancel, futures)
-
-    def run_in_helper_thread(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function that calls the executor where no lock of the executor is held.
-
-        Raises RuntimeError if no thread can be started.
-        """
-        thread = new_thread("helper", function, *args)
-        thread.start()
-        self._helpers.append(thread)
-        for ended in self.threads:
-            if not ended.is_alive():
-                with contextlib.suppress(ValueError):  # Another thread was quicker.
-                    self._helpers.remove(ended)
+                thread.start()
+                self._helpers = [*(t for t in self._helpers if t.is_alive()), thread]
 
 
 def _cancel(futures: set[Future[Any]]) -> None:
@@ -146,10 +136,10 @@ def _cancel(futures: set[Future[Any]]) -> None:
 class ExecutorStage:
     """A stage that submits its samples to an executor.
 
-    The hook, with the dataset it belongs to, may be large. It must reach each of the executor's
-    workers once, and an executor does not let us address a particular one. So a task names its hook
-    by the digest of its pickle. A worker that does not have it returns None, and the task is
-    submitted again, now with the hook; at most one task carries the hook at any time.
+    The hook, with the dataset it belongs to, may be large, and an executor does not let us send it
+    to each of its workers once. So a task names its hook by the digest of its pickle. A worker that
+    does not have it returns None, and the task is submitted again, now with the hook. A small hook
+    is sent with every task.
     """
 
     def __init__(
@@ -175,11 +165,6 @@ class ExecutorStage:
         self._takes_whole_batch = takes_whole_batch
         self._collate_stage = collate_stage
         self._pace = Pace()
-        # Reentrant: a garbage collection may run a task's callback in the thread that holds it.
-        self._lock = threading.RLock()
-        self._held_back: deque[_Task] = deque()
-        self._carrier_is_under_way = False
-        self._hook_has_arrived = False
         self._futures = _Futures()
         self._submitted: dict[Future[Any], tuple[_Task, float]] = {}
         self.groups = [self._futures]
@@ -217,22 +202,9 @@ class ExecutorStage:
             return
         size = len(slots) if self._takes_whole_batch else self._pace.num_samples_in(_TASK_SECONDS)
         for first in range(0, len(slots), size):
-            task = _Task(batch, slots[first : first + size])
-            carries_hook = False
-            try:
-                with self._lock:
-                    if not self._hook_has_arrived and self._carrier_is_under_way:
-                        self._held_back.append(task)
-                        continue
-                    carries_hook = not self._hook_has_arrived
-                    self._carrier_is_under_way |= carries_hook
-                self._submit(task, carries_hook)
-            except BaseException:  # Ctrl-C: the task with the hook may not have been submitted.
-                if carries_hook:
-                    self._release_held_back()
-                raise
+            self._submit(_Task(batch, slots[first : first + size]))
 
-    def _submit(self, task: _Task, carries_hook: bool) -> None:
+    def _submit(self, task: _Task, *, with_hook: bool = False) -> None:
         batch, slots = task
         try:
             inputs = batch.indices if self._is_first else batch.slots
@@ -240,29 +212,26 @@ class ExecutorStage:
                 inputs = self._label(batch, WorkerCursor.WHOLE, batch.drawn)
             else:
                 inputs = [self._label(batch, slot, inputs[slot]) for slot in slots]
+            hook: bytes | None = self._pickled_hook
+            if not with_hook and len(self._pickled_hook) > _SMALL_HOOK_BYTES:
+                hook = None
             future = self._executor.submit(
-                _run_hook,
-                self._digest,
-                self._pickled_hook if carries_hook else None,
-                inputs,
-                self._takes_whole_batch,
+                _run_hook, self._digest, hook, inputs, self._takes_whole_batch
             )
-        except BaseException as error:  # A broken or closed executor refuses at once.
+        except Exception as error:  # A broken or closed executor refuses at once.
             self._fail(task, without_our_frame(error))
-            if carries_hook:
-                self._release_held_back()
             return
         self._futures.add(future)
         self._submitted[future] = task, time.monotonic()
         self._clock.count_in_flight(len(slots))
-        future.add_done_callback(partial(self._on_done, task, carries_hook))
+        future.add_done_callback(partial(self._on_done, task))
         # Looked at after it was added; closing does it the other way round, so one sees the other.
         if batch.epoch.is_closed:
             self._futures.cancel_all({future})
 
     # -- what happens when the executor answers; runs in one of its threads ----------------------
 
-    def _on_done(self, task: _Task, carried_hook: bool, future: Future[Any]) -> None:
+    def _on_done(self, task: _Task, future: Future[Any]) -> None:
         self._futures.discard(future)
         self._submitted.pop(future, None)
         self._clock.count_in_flight(-len(task.slots))
@@ -274,15 +243,6 @@ class ExecutorStage:
                 task.batch.fail(task.slots[0], error)
                 task.batch.finish()
                 task.batch.epoch.wake_consumer()
-        if carried_hook and (future.cancelled() or future.exception() is not None):
-            # An executor that breaks or is shut down calls this with a lock held that `submit`
-            # needs.
-            try:
-                self._futures.run_in_helper_thread(self._release_held_back)
-            except RuntimeError as error:
-                self._release_held_back(error)
-        elif carried_hook:
-            self._release_held_back()
 
     def _settle(self, task: _Task, future: Future[Any]) -> None:
         batch, slots = task
@@ -296,12 +256,7 @@ class ExecutorStage:
             self._fail(task, filled.error, filled.offset)
             return
         if filled is None:
-            with self._lock:
-                if self._carrier_is_under_way:
-                    self._held_back.append(task)
-                    return
-                self._carrier_is_under_way = True
-            self._submit(task, carries_hook=True)
+            self._submit(task, with_hook=True)
             return
         self._clock.add(len(slots), filled.seconds, filled.cpu_seconds, batch.number)
         if self._takes_whole_batch:
@@ -322,7 +277,7 @@ class ExecutorStage:
             if failure is None:
                 others = [other for other in slots if other != slot]
                 if others:
-                    self._submit(_Task(batch, others), carries_hook=False)
+                    self._submit(_Task(batch, others))
                 return
             error = failure
         if offset is None:
@@ -333,21 +288,6 @@ class ExecutorStage:
         batch.fail(slot or 0, error)
         if batch.settle(len(slots)):
             self._collate_stage.collate(batch)
-
-    def _release_held_back(self, error: BaseException | None = None) -> None:
-        """Submit the tasks that waited for the hook to arrive, or fail them with this error."""
-        with self._lock:
-            self._carrier_is_under_way = False
-            self._hook_has_arrived = True
-            tasks = list(self._held_back)
-            self._held_back.clear()
-        for task in tasks:
-            if task.batch.epoch.is_closed:
-                continue
-            if error is None:
-                self._submit(task, carries_hook=False)
-            else:
-                self._fail(task, error)
 
 
 def _add_hint(error: BaseException) -> None:

@@ -26,7 +26,19 @@ import torch
 from spdl_torch import DataLoader, ImageError, ImageLoader
 
 from .datasets import PATIENCE_SECONDS
-from .images import FILES, FORMATS, bmp, encoded, picture, png, png_chunk, png_chunks, save, tiff
+from .images import (
+    FILES,
+    FORMATS,
+    bmp,
+    encoded,
+    picture,
+    png,
+    png_chunk,
+    png_chunks,
+    save,
+    tiered,
+    tiff,
+)
 
 SIZE = (40, 56)
 ONE_OF_EACH = {
@@ -250,6 +262,7 @@ def digest_of(loader, data):
     return digest(loader.decode(data))
 
 
+@pytest.mark.exhaustive
 def test_another_process_gives_the_same_pixels():
     loader = ImageLoader(30)
     files = [small(name) for name in ONE_OF_EACH.values()]
@@ -293,7 +306,7 @@ def test_the_order_of_images_does_not_change_their_pixels(loader):
         previous = key
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", tiered())
 def test_after_an_error_the_next_image_is_right(name):
     data = small(name)
     expected = ImageLoader().decode(data)
@@ -361,7 +374,7 @@ def test_an_image_error_is_a_value_error_and_pickles():
 # -- truncated -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", tiered())
 def test_a_truncated_file_is_an_error_or_the_whole_image(name):
     data = small(name)
     expected = ImageLoader().decode(data)
@@ -375,7 +388,7 @@ def test_a_truncated_file_is_an_error_or_the_whole_image(name):
 @pytest.mark.parametrize(
     # A progressive one is a whole image after its first scan.
     "name",
-    [name for name in FORMATS if name.startswith("jpeg") and "progressive" not in name],
+    tiered(name for name in FORMATS if name.startswith("jpeg") and "progressive" not in name),
 )
 def test_a_jpeg_that_lacks_its_last_rows_is_an_error_even_if_it_has_an_end(name):
     data = small(name)
@@ -384,7 +397,7 @@ def test_a_jpeg_that_lacks_its_last_rows_is_an_error_even_if_it_has_an_end(name)
         assert outcome(cut) is None, percent
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("jpeg")])
+@pytest.mark.parametrize("name", tiered(name for name in FORMATS if name.startswith("jpeg")))
 def test_a_jpeg_without_its_pixels_is_an_error(name):
     data = small(name)
     start = data.index(b"\xff\xda")
@@ -414,7 +427,7 @@ def test_a_jpeg_without_quantization_tables_is_an_error(name):
     assert outcome(without_segments(small(name), 0xDB)) is None
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("gif")])
+@pytest.mark.parametrize("name", tiered(name for name in FORMATS if name.startswith("gif")))
 def test_a_gif_that_lacks_rows_is_an_error_even_if_it_has_an_end(name):
     # Its first block of pixels alone, and the end.
     data = small(name)
@@ -573,7 +586,7 @@ def test_a_claim_that_is_too_large_names_its_size_and_the_limit(name):
     assert "60,000×60,000 pixels, more than max_pixels=178,956,970. Set max_pixels" in text
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", tiered())
 def test_max_pixels_is_the_largest_image_that_is_decoded(name):
     data = small(name)
     whole = ImageLoader().decode(data)
@@ -647,7 +660,7 @@ def test_an_animated_webp_is_a_clear_error(options):
 # -- what does not matter to the pixels ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", tiered())
 def test_what_is_behind_the_end_does_not_matter(name):
     data = small(name)
     expected = ImageLoader().decode(data)

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 from spdl_torch import DataLoader
 
 from .datasets import InBulk, Named, OwnIterator, Pairs, Sharded, Squares, Uneven
+from .tiers import pairwise
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -88,10 +89,11 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize(
-    "dataset", [Squares(20), Pairs(20), Named(20), Points(20), list(range(20))]
+    ("dataset", "name", "num_workers"),
+    pairwise(
+        [Squares(20), Pairs(20), Named(20), Points(20), list(range(20))], ARGUMENTS, [0, 1, 2, 5]
+    ),
 )
 def test_batches_and_random_state_equal_torchs(dataset, name, num_workers):
     def arguments():
@@ -104,10 +106,13 @@ def test_batches_and_random_state_equal_torchs(dataset, name, num_workers):
     assert torch.equal(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"batch_size": 3}, {"batch_size": None}])
-@pytest.mark.parametrize("extra", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}])
 @pytest.mark.parametrize(
-    "dataset", [Sharded(20), Uneven([0, 4, 9]), Uneven([7, 1, 0]), OwnIterator(5)]
+    ("dataset", "arguments", "extra"),
+    pairwise(
+        [Sharded(20), Uneven([0, 4, 9]), Uneven([7, 1, 0]), OwnIterator(5)],
+        [{}, {"batch_size": 3}, {"batch_size": None}],
+        [{}, {"persistent_workers": True}, {"prefetch_factor": 1}],
+    ),
 )
 def test_iterable_batches_equal_those_of_torchs_worker_processes(dataset, arguments, extra):
     arguments = {"num_workers": 3, **arguments, **extra}

@@ -28,8 +28,10 @@ STEPS_BETWEEN_CHECKPOINTS = 10
 TIMEOUT_SECONDS = 90
 """For each wait: torch takes seconds to import in each process, and the cores may be busy."""
 
-# The first test has the fixture's waits on its account.
-pytestmark = pytest.mark.timeout(6 * TIMEOUT_SECONDS)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(6 * TIMEOUT_SECONDS),  # The fixture's waits count for the first test.
+]
 
 
 class Run:

@@ -15,7 +15,8 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
-from tests.integrations import run_on_two_processes, write_result
+from tests.integrations import quick, run_on_two_processes, write_result
+from tests.tiers import sampled
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -58,6 +59,7 @@ def flat(batches):
 # -- one process ----------------------------------------------------------------------------------
 
 
+@quick
 def test_threads_load_and_no_process(accelerator):
     loader = prepare(accelerator, make_loader())
     names = set()
@@ -149,8 +151,9 @@ def test_our_loader_puts_the_batches_on_its_own_device(accelerator):
     assert {batch.device.type for (batch,) in loader} == {"meta"}
 
 
-@pytest.mark.parametrize("num_done", [1, 3, 5])
-@pytest.mark.parametrize("seed", [None, 9])
+@quick
+@pytest.mark.parametrize("num_done", sampled([1, 3, 5], 3))
+@pytest.mark.parametrize("seed", sampled([None, 9], 2))
 def test_a_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, tmp_path, num_done, seed):
     set_seed(1)
     loader = prepare(accelerator, make_loader(shuffle=True, seed=seed))

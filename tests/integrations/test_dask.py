@@ -15,6 +15,7 @@ import torch
 
 from spdl_torch import DataLoader, StagedDataset
 from tests.datasets import Circle
+from tests.integrations import quick
 
 distributed = pytest.importorskip("distributed")
 
@@ -67,6 +68,7 @@ def loader_of(client, size=120, **arguments):
     )
 
 
+@quick
 def test_samples_are_preprocessed_on_the_cluster_and_come_in_order(client):
     batches = list(loader_of(client))
     assert torch.cat([indices for indices, _, _ in batches]).tolist() == list(range(120))

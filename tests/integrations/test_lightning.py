@@ -16,7 +16,8 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
 from tests.conftest import own_thread_names
-from tests.integrations import run_on_two_processes, write_result
+from tests.integrations import quick, run_on_two_processes, write_result
+from tests.tiers import sampled
 
 lightning = pytest.importorskip("lightning")
 
@@ -88,7 +89,8 @@ def checkpoint_after(num_steps, directory):
 # -- one process ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@quick
+@pytest.mark.parametrize("persistent", sampled([False, True], 2))
 def test_threads_load_and_end_with_the_training(tmp_path, persistent):
     model = Model()
     train = make_loader(shuffle=True, persistent_workers=persistent)
@@ -114,8 +116,9 @@ def test_threads_end_with_a_training_that_fails(tmp_path):
     assert own_thread_names() == []
 
 
-@pytest.mark.parametrize("num_steps", [2, 5, 8])
-@pytest.mark.parametrize("seed", [None, 3])
+@quick
+@pytest.mark.parametrize("num_steps", sampled([2, 5, 8], 3))
+@pytest.mark.parametrize("seed", sampled([None, 3], 2))
 def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path, num_steps, seed):
     first = Model()
     callbacks = [checkpoint_after(num_steps, tmp_path)]

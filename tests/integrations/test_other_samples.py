@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from spdl_torch import DataLoader
+from tests.integrations import quick
+from tests.tiers import sampled
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -36,11 +38,12 @@ def arrays(tmp_path_factory):
     return folder
 
 
+@quick
 @pytest.mark.parametrize(
     ("kind", "file"),
     [("Mapped", "samples.npy"), ("Hdf5", "samples.h5"), ("Hdf5Chunks", "samples.h5")],
 )
-@pytest.mark.parametrize("worker_method", ["thread", "multiprocessing"])
+@pytest.mark.parametrize("worker_method", sampled(["thread", "multiprocessing"], 2))
 def test_a_file_of_arrays_is_read_by_several_workers(arrays, kind, file, worker_method):
     dataset = getattr(example("hdf5_and_memmap"), kind)(arrays / file)
     expected = example("hdf5_and_memmap").Mapped(arrays / "samples.npy")
@@ -78,7 +81,8 @@ def test_ranks_and_workers_share_the_shards(shards, num_ranks, num_workers):
         assert len(keys) == len(set(keys)) == NUM_SHARDS * NUM_SAMPLES_EACH
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@quick
+@pytest.mark.parametrize("num_workers", sampled([2, 0], 2))
 def test_shards_go_on_after_any_batch(shards, num_workers):
     expected = keys_of(loader_of(shards, num_workers=num_workers))
     loader = loader_of(shards, num_workers=num_workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import socket
 import struct
 import subprocess
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 from spdl_torch import DataLoader, RetryLoad, StagedDataset
+from tests.integrations import quick
 
 obstore = pytest.importorskip("obstore")
-pytest.importorskip("moto.server")
+if importlib.util.find_spec("moto") is None:  # It takes seconds to import.
+    pytest.skip("needs moto", allow_module_level=True)
 
 from obstore.exceptions import GenericError  # noqa: E402 (not before it is known to be there)
 from obstore.store import S3Store  # noqa: E402
@@ -209,6 +212,7 @@ def loader_of(dataset, **arguments):
     return DataLoader(dataset, batch_size=16, shuffle=True, num_workers=2, **arguments)
 
 
+@quick
 def test_what_the_network_drops_is_asked_for_again_and_comes_once_and_intact(network):
     network.count_anew(has_faults=True)
     loader = loader_of(

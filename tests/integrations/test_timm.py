@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 
 from spdl_torch import DataLoader
 from tests.conftest import own_thread_names
+from tests.integrations import quick
 
 SIZE = 20
 
@@ -74,6 +75,7 @@ def test_evaluation_gives_the_same_batches_as_timms_loader(timm, photos):
         assert torch.equal(ours[1], expected[1])
 
 
+@quick
 def test_timm_normalises_and_erases_what_our_loader_gives_its_prefetcher(timm, photos):
     prefetching = created(timm, photos)
     expected = list(prefetching)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler
 from tests.conftest import own_thread_names
-from tests.integrations import run_on_two_processes, write_result
+from tests.integrations import quick, run_on_two_processes, write_result
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -113,6 +113,7 @@ def flat(batches):
 # -- one process ----------------------------------------------------------------------------------
 
 
+@quick
 def test_threads_load_for_training_evaluation_and_prediction(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.train()

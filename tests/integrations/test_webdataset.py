@@ -8,6 +8,8 @@ import pytest
 import torch.utils.data
 
 from spdl_torch import DataLoader
+from tests.integrations import quick
+from tests.tiers import sampled
 
 wds = pytest.importorskip("webdataset")
 
@@ -42,7 +44,8 @@ def all_of(batches):
     return sorted(chain.from_iterable(batches))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@quick
+@pytest.mark.parametrize("num_workers", sampled([2, 1, 0], 3))
 def test_the_batches_are_those_of_torchs_loader(shards, num_workers):
     arguments = {"batch_size": 4, "num_workers": num_workers}
     theirs = torch.utils.data.DataLoader(numbers(shards), **arguments)
@@ -75,6 +78,7 @@ def test_their_handler_skips_bad_samples(shards):
     assert all_of(got) == [n for n in range(SIZE) if n != 15]
 
 
+@quick
 def test_a_broken_off_epoch_goes_on(shards):
     arguments = {"batch_size": 4, "num_workers": 2}
     expected = values(DataLoader(numbers(shards), **arguments))

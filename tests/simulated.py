@@ -13,7 +13,7 @@ What it models, because the loader relies on it:
   recorded is to wait for nothing, and asked, it says that it has completed.
 * Device memory belongs to the stream on which it was allocated. Once Python has released a tensor,
   the next allocation on that stream has its memory, whatever other streams still have to do with
-  it; unless they were named by `record_stream`: then when they have come as far as they were queued.
+  it. Streams that `record_stream` named delay that until they have done what is queued on them.
 * Pinned memory comes from a caching allocator, in powers of two. Each `non_blocking` copy records
   an event for its block; a copy does not keep the host's tensor alive. Once Python has released the
   tensors in a block, and all its events have completed, the next allocation of its size has it.

@@ -283,19 +283,10 @@ def test_the_host_does_not_wait_for_a_late_copy(num_workers, cycles):
     assert is_busy_after_queueing()
 
 
-class OneInPinnedMemory(Squares):
-    """Always the same tensor, which is pinned: loading takes no time, and copying does."""
-
-    def __init__(self, size):
-        super().__init__(size)
-        self.values = torch.zeros(64 * MIB, dtype=torch.uint8).pin_memory()
-
-    def __getitem__(self, index):
-        return self.values
-
-
 def test_an_epoch_takes_less_than_its_copies_and_its_kernels_one_after_the_other(cycles):
-    dataset = OneInPinnedMemory(8)
+    # Always the same tensor, which is pinned: loading takes no time, and copying does.
+    values = torch.zeros(64 * MIB, dtype=torch.uint8).pin_memory()
+    dataset = [values] * 8
     # Persistent: starting threads is no part of an epoch.
     loader = DataLoader(
         dataset, batch_size=None, num_workers=1, persistent_workers=True, device="cuda"
@@ -303,7 +294,7 @@ def test_an_epoch_takes_less_than_its_copies_and_its_kernels_one_after_the_other
 
     def copy():
         for _ in range(len(dataset)):
-            dataset.values.to("cuda", non_blocking=True)
+            values.to("cuda", non_blocking=True)
 
     copy()
     copies_ms = elapsed_ms(copy)
@@ -358,15 +349,6 @@ def test_a_device_without_an_index_is_the_current_one_where_the_loader_is_made(n
 # -- errors ---------------------------------------------------------------------------------------
 
 
-class Sized(Squares):
-    def __init__(self, num_bytes_of_samples):
-        super().__init__(len(num_bytes_of_samples))
-        self.num_bytes_of_samples = num_bytes_of_samples
-
-    def __getitem__(self, index):
-        return torch.ones(self.num_bytes_of_samples[index], dtype=torch.uint8)
-
-
 @contextlib.contextmanager
 def at_most_so_many_more_bytes(num_bytes):
     torch.cuda.synchronize()
@@ -382,7 +364,8 @@ def at_most_so_many_more_bytes(num_bytes):
 
 @with_and_without_workers
 def test_when_memory_runs_out_torchs_error_is_raised_at_its_batch(num_workers):
-    loader = DataLoader(Sized([MIB, 256 * MIB, MIB]), num_workers=num_workers, device="cuda")
+    samples = [torch.ones(size, dtype=torch.uint8) for size in (MIB, 256 * MIB, MIB)]
+    loader = DataLoader(samples, num_workers=num_workers, device="cuda")
     with at_most_so_many_more_bytes(64 * MIB):
         iterator = iter(loader)
         assert next(iterator).sum().item() == MIB

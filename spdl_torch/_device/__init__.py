@@ -18,9 +18,9 @@ Why no kernel reads wrong values:
   soon as Python has released the tensor. `record_stream` makes the allocator wait until the loop's
   stream is past the kernels that were queued when the tensor was released.
 * A later batch is not collated into pinned memory that is still being copied. Pinned memory comes
-  from torch's caching host allocator. Each `non_blocking` copy records an event for its block there,
-  and the allocator reuses a block when it is released and all its events have completed. So nothing
-  here holds a pinned tensor after its copy was started, or counts its readers.
+  from torch's caching host allocator: each `non_blocking` copy records an event for its block, and
+  a block that Python has released is reused once all its events have completed. So nothing here has
+  to hold a pinned tensor after its copy was started, or to know who else refers to it.
 
 Receiving never waits for the device. Sending waits if the training loop has queued several steps
 that the device has yet to run: otherwise copies would pile up, and the device memory they need.

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
+from tests.datasets import Sharded
 from tests.integrations import quick, run_on_two_processes, write_result
 from tests.tiers import sampled
 
@@ -228,7 +229,7 @@ def test_skipped_batches_are_those_that_came_first(accelerator, seed, seedable):
 
 
 def test_what_is_skipped_of_an_iterable_dataset_is_read_and_not_given(accelerator):
-    loader = prepare(accelerator, DataLoader(Counting(), batch_size=4, num_workers=1))
+    loader = prepare(accelerator, DataLoader(Sharded(12), batch_size=4, num_workers=1))
     rest = skip_first_batches(loader, 2)
     assert isinstance(rest, DataLoader)
     assert [batch.tolist() for batch in rest] == [[8, 9, 10, 11]]
@@ -271,11 +272,6 @@ def test_a_state_of_another_number_of_processes_is_refused(accelerator):
 # -- two processes --------------------------------------------------------------------------------
 
 
-class Counting(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(12))
-
-
 CONFIGURATIONS = {
     "shards": {},
     "seedable": {"use_seedable_sampler": True},
@@ -313,7 +309,7 @@ def main(directory):
         epochs["skipped"] = indices(skip_first_batches(loader, 1))
 
     accelerator = Accelerator(cpu=True)
-    loader = prepare(accelerator, DataLoader(Counting(), batch_size=2, num_workers=1))
+    loader = prepare(accelerator, DataLoader(Sharded(12), batch_size=2, num_workers=1))
     result["iterable"] = [batch.tolist() for batch in loader]
     iterator = iter(loader)
     next(iterator)

@@ -213,7 +213,8 @@ def loader_of(dataset, **arguments):
 
 
 @quick
-def test_what_the_network_drops_is_asked_for_again_and_comes_once_and_intact(network):
+def test_dropped_requests_are_retried(network):
+    """A request that the network drops is sent again; each object comes once and intact."""
     network.count_anew(has_faults=True)
     loader = loader_of(
         Objects(store_at(network.port)),
@@ -228,7 +229,8 @@ def test_what_the_network_drops_is_asked_for_again_and_comes_once_and_intact(net
     assert network.num_requests == NUM_OBJECTS + network.num_faults
 
 
-def test_all_io_workers_have_a_request_in_flight(network):
+def test_all_io_workers_send_requests(network):
+    """All IO workers have a request in flight."""
     network.count_anew(has_faults=False)
     loader = loader_of(Objects(store_at(network.port)), num_io_workers=NUM_REQUESTS)
     started = time.perf_counter()
@@ -247,14 +249,16 @@ def test_all_io_workers_have_a_request_in_flight(network):
     assert seconds_each < seconds_one_by_one / 3
 
 
-def test_a_batch_may_be_fetched_in_one_call(network):
+def test_batch_is_fetched_in_one_call(network):
+    """load_many fetches a batch in one call."""
     network.count_anew(has_faults=False)
     loader = loader_of(ObjectsByBatch(store_at(network.port), 64), num_io_workers=4)
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(64))
     assert network.max_in_flight > 16
 
 
-def test_near_records_of_a_batch_come_in_one_request(network):
+def test_near_records_share_a_request(network):
+    """Near records of a batch come in one request."""
     network.count_anew(has_faults=False)
     loader = loader_of(Records(store_at(network.port), NUM_RECORDS), num_io_workers=4)
     records = torch.cat(list(loader))
@@ -263,7 +267,8 @@ def test_near_records_of_a_batch_come_in_one_request(network):
     assert network.num_requests == len(loader) == NUM_RECORDS / 16
 
 
-def test_an_object_that_is_not_there_is_an_error_at_once(network):
+def test_missing_object_is_not_retried(network):
+    """An object that does not exist is an error at once."""
     network.count_anew(has_faults=False)
     missing = Objects(store_at(network.port), NUM_OBJECTS + 1)
     loader = DataLoader(

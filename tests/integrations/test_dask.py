@@ -69,6 +69,14 @@ def loader_of(client, size=120, **arguments):
 
 
 @quick
+def test_executor_of_a_dask_client():
+    """A cluster of threads, which starts quickly, preprocesses the samples in order."""
+    arguments = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
+    with distributed.Client(processes=False, **arguments) as client:
+        batches = list(loader_of(client, 20))
+    assert torch.cat([indices for indices, _, _ in batches]).tolist() == list(range(20))
+
+
 def test_cluster_preprocesses_in_order(client):
     """Samples are preprocessed on the cluster and delivered in order."""
     batches = list(loader_of(client))

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from ._arguments import advice_on, check_arguments
 from ._bad_samples import BadSample, BadSamplePolicy, ReplaceBadSamples, RetryLoad
 from ._dataset import collate_of
 from ._device import device_of
 from ._epochs import Epochs
 from ._event_loops import EventLoop
-from ._iterator import EpochIterator
+from ._iterator import EpochIterator, LiveIterators
 from ._profiling import Profile
-from ._settings import LoaderSettings
+from ._settings import LoaderSettings, advice_on, check_arguments
 from ._stats import LoaderStats, stats_of
 
 __all__ = ["DataLoader"]
 
 Policy: TypeAlias = ReplaceBadSamples | RetryLoad
-_WeakIterators: TypeAlias = weakref.WeakValueDictionary[int, EpochIterator]
-_CLOSED = "this DataLoader is closed. Make a new one to iterate again."
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 
 
-class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
+class DataLoader(torch.utils.data.DataLoader[SampleT_co], AbstractContextManager["DataLoader[Any]"]):
     """torch's `DataLoader` with its workers as staged threads in one process.
 
     Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default, and
@@ -108,9 +105,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.stats_interval = stats_interval
         self._event_loop = EventLoop()
-        self._iterators: _WeakIterators = weakref.WeakValueDictionary()
-        """By their ids."""
-        self._is_closed = False
+        self._live = LiveIterators()
         self._epochs = Epochs(worker_method)
         self._reported_length: int | None = None
         self._iterator: EpochIterator | None = None  # type: ignore[assignment]
@@ -145,37 +140,22 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             raise ValueError(f"{str(error).rstrip('. ')}. {advice}") from None
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
-        if self._is_closed:
-            raise RuntimeError(_CLOSED)
-        # A persistent iterator may have been closed by an error in a worker's set-up, or belong
-        # to the process that this one was forked from.
+        self._live.check_open()
+        settings = LoaderSettings.of(self)
         iterator = self._iterator
+        # A persistent iterator may have been closed by an error in a worker's set-up, or belong to
+        # the process that this one was forked from.
         if iterator is not None and iterator.is_usable:
-            iterator.restart(self._settings(), self._epochs)
+            iterator.restart(settings, self._epochs)
         else:
-            iterator = self._get_iterator()
+            if settings.uses_processes:
+                self.check_worker_number_rationality()
+            iterator = EpochIterator(settings, self._epochs)
+            self._live.add(iterator)
             keeps_workers = self.persistent_workers and self.num_workers > 0
             self._iterator = iterator if keeps_workers else None
-        if self._is_closed:  # By another thread, meanwhile.
-            self.close()
-            raise RuntimeError(_CLOSED)
+        self._live.check_open()
         return iterator
-
-    def _get_iterator(self) -> EpochIterator:  # type: ignore[override]
-        if self.worker_method == "multiprocessing" and self.num_workers > 0:
-            self.check_worker_number_rationality()
-        iterator = EpochIterator(self._settings(), self._epochs)
-        self._iterators[id(iterator)] = iterator
-        return iterator
-
-    def _settings(self) -> LoaderSettings:
-        return LoaderSettings.of(
-            self,
-            device=self._device,
-            bad_sample_policy=self._bad_sample_policy,
-            event_loop=self._event_loop,
-            reported_length=self._reported_length,
-        )
 
     def __len__(self) -> int:
         if isinstance(self.dataset, IterableDataset):
@@ -195,7 +175,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
                 'Use worker_method="thread" or in_order=True to save the state.'
             )
         state = self._epochs.state_dict(
-            self._settings(), workers_persist=self._iterator is not None
+            LoaderSettings.of(self), workers_persist=self._iterator is not None
         )
         if self._bad_sample_policy.replaces:
             state["bad_samples"] = self._bad_sample_policy.state()
@@ -213,7 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         """
         if state_dict == {}:
             return
-        self._epochs.load_state_dict(self._settings(), state_dict)
+        self._epochs.load_state_dict(LoaderSettings.of(self), state_dict)
         self._bad_sample_policy.restore(state_dict.get("bad_samples", []))
         # Persistent workers have their datasets where the last epoch left them.
         self._iterator = None
@@ -233,7 +213,7 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
 
         `print(loader.stats().verdict)` says what bounds the loop and what to change.
         """
-        return stats_of(self._epochs.measurement, self._bad_sample_policy)
+        return stats_of(self._epochs.clock, self._bad_sample_policy)
 
     def profile(
         self,
@@ -297,15 +277,9 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
             )
 
     def close(self) -> None:
-        """End all workers of this loader, for good: its iterators raise, there are no new ones."""
-        self._is_closed = True
-        for ref in self._iterators.valuerefs():  # In one step: other threads may make some.
-            if (iterator := ref()) is not None:
-                iterator.close()
+        """End all workers, threads or processes, for good. Iterating raises from now on."""
+        self._live.close()
         self._iterator = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -316,12 +290,9 @@ class DataLoader(torch.utils.data.DataLoader[SampleT_co]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads do not travel; the copy starts its own.
-        epochs = self._epochs.copied(self._settings())
-        return self.__dict__ | {"_iterator": None, "_iterators": None, "_epochs": epochs}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_iterators": weakref.WeakValueDictionary()})
+        # Threads cannot be copied; the copy starts its own.
+        epochs = self._epochs.copied(LoaderSettings.of(self))
+        return self.__dict__ | {"_iterator": None, "_live": LiveIterators(), "_epochs": epochs}
 
 
 def _device_other_than_cpu(device: Any) -> torch.device | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from ._engine import Measurement
+from ._engine import EpochClock
 from ._resume import Progress, progress_of, restored_progress
 from ._settings import LoaderSettings
 
@@ -18,8 +18,8 @@ class Epochs:
     does not refer to the iterator, so that the iterator can be collected.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.measurement = Measurement(kind)
+    def __init__(self, kind: Literal["thread", "multiprocessing", "caller"]) -> None:
+        self.clock = EpochClock(kind)
         """The clocks of the last epoch."""
         self.current: Progress | None = None
         """The progress of the last iterator that was made."""
@@ -81,7 +81,7 @@ class Epochs:
 
     def copied(self, settings: LoaderSettings) -> Epochs:
         """Return the epochs of a copy of the loader, which begins with the same epoch."""
-        copied = Epochs(self.measurement.kind)
+        copied = Epochs(self.clock.kind)
         if self._next is not None:
             state = self.state_dict(settings, workers_persist=False)
             copied.load_state_dict(settings, state)

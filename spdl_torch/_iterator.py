@@ -19,56 +19,54 @@ from ._settings import LoaderSettings
 from ._sources import BatchSource, make_source, not_stop_iteration
 from ._stats import num_bytes_of, stats_of
 
-__all__ = ["EpochIterator"]
+__all__ = ["EpochIterator", "LiveIterators"]
 
-_nothing = contextlib.nullcontext()
+_no_context = contextlib.nullcontext()
 
 _PROFILE_NAME = "enumerate(DataLoader)#EpochIterator.__next__"
-"""What profilers look for."""
+"""The name that profilers look for."""
 
 
 class EpochIterator:
     """One epoch of a loader; with persistent workers, one epoch after the other.
 
-    The workers end when this object is collected. An exception that the user keeps holds the frames
-    it went through, so no frame that is entered to get a batch refers to this object: `_Epoch` has
-    all that is needed.
+    The workers end when this object is garbage-collected. An exception that the user keeps refers
+    to the frames that it passed through, so no frame that is entered to get a batch refers to this
+    object: `_EpochLoop` has all that is needed.
     """
 
     def __init__(self, settings: LoaderSettings, epochs: Epochs) -> None:
         self._source = make_source(settings)
-        self._epoch = self._begin(settings, epochs, workers_persist=False)
-        close_with = getattr(self._source, "close_with", None)
-        if close_with is not None:
-            self._companion = close_with(self)
-        else:
-            weakref.finalize(self, self._source.close).atexit = False
+        self._loop = self._begin(settings, epochs, workers_persist=False)
+        self._source.close_with(self)
 
     def restart(self, settings: LoaderSettings, epochs: Epochs) -> None:
         """Begin the next epoch with the workers of the last one."""
-        self._epoch = self._begin(settings, epochs, workers_persist=True)
+        self._loop = self._begin(settings, epochs, workers_persist=True)
 
-    def _begin(self, settings: LoaderSettings, epochs: Epochs, *, workers_persist: bool) -> _Epoch:
+    def _begin(
+        self, settings: LoaderSettings, epochs: Epochs, *, workers_persist: bool
+    ) -> _EpochLoop:
         progress = epochs.begin(settings, workers_persist=workers_persist)
         self._source.begin(settings, progress)
-        epochs.measurement = self._source.measurement
-        return _Epoch(settings, self._source, progress)
+        epochs.clock = self._source.clock
+        return _EpochLoop(settings, self._source, progress)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        epoch = self._epoch
-        # In `iter(loader).__next__()` this frame has the only reference.
-        epoch.iterator = self
+        loop = self._loop
+        # In `next(iter(loader))` this frame has the only reference to the iterator.
+        loop.iterator = self
         del self
         try:
-            return epoch.next_batch()
+            return loop.next_batch()
         finally:
-            epoch.iterator = None
+            loop.iterator = None
 
     def __len__(self) -> int:
-        return len(self._epoch.settings.index_sampler)
+        return len(self._loop.settings.index_sampler)
 
     @property
     def is_usable(self) -> bool:
@@ -77,92 +75,85 @@ class EpochIterator:
 
     @property
     def _workers(self) -> list[threading.Thread]:
-        # torch's name for its processes.
-        return self._source.threads
+        return self._source.threads  # torch's name for its processes.
 
     def _shutdown_workers(self) -> None:
-        # torch's name too: frameworks call it when they are done with a loader.
-        self.close()
+        self.close()  # torch's name, which frameworks call.
 
     def close(self) -> None:
         """End the workers. The next batch is a RuntimeError."""
-        self._source.measurement.end()
+        self._source.clock.end()
         self._source.close()
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")
 
 
-class _Epoch:
-    """What the training loop has of a source during one epoch."""
+class _EpochLoop:
+    """One epoch as the training loop sees it: measured, delivered, counted."""
 
     def __init__(self, settings: LoaderSettings, source: BatchSource, progress: Progress) -> None:
         self.settings = settings
         self._source = source
         self._progress = progress
         self._receive = source.receive
-        self._measurement = source.measurement
+        self._clock = source.clock
         self._stats_log: StatsLog | None = None
         if settings.stats_interval is not None:
-            stats = partial(stats_of, self._measurement, settings.bad_sample_policy)
+            stats = partial(stats_of, self._clock, settings.bad_sample_policy)
             self._stats_log = StatsLog(settings.stats_interval, stats)
-        self._num_yielded = 0
+        self._num_delivered = 0
         self.iterator: EpochIterator | None = None
         """Kept alive while it is asked for a batch."""
 
     def next_batch(self) -> Any:
-        measurement = self._measurement
-        measurement.begin()
-        measurement.consumer.ask()
+        num_bytes = None
+        self._clock.ask()
         try:
             # torch enters a `record_function` for every batch, profiler or not, which takes as
-            # long as everything else that is done for a batch in this thread.
-            with record_function(_PROFILE_NAME) if profiler_runs() else _nothing:
+            # long as everything else that this thread does for a batch.
+            with record_function(_PROFILE_NAME) if profiler_runs() else _no_context:
                 delivery = self._source.next()
             # An error is delivered too: the next call returns the batch after it.
             self._progress.deliver(delivery.position)
-            self._num_yielded += 1
             if self.settings.reported_length is not None:
                 self._check_length()
-            batch = self._received(delivery.result())
+            batch = delivery.result()
+            if self._receive is not None:
+                batch = self._received(batch)
+            num_bytes = num_bytes_of(batch)
         except StopIteration:
-            measurement.consumer.get()
-            self._end()
+            self._progress.is_over = True
+            self._clock.end()
+            if not self.settings.persistent_workers:
+                self._source.close()
             raise
         except KeyboardInterrupt:
-            # What the workers and the sampler were doing is unknown now.
-            self._source.close()
+            # What the sampler and the workers were doing is unknown now.
+            self._source.close(quickly=True)
             raise
-        except BaseException:
-            measurement.consumer.get()
-            raise
-        measurement.consumer.get()
-        measurement.consumer.count(num_bytes_of(batch))
+        finally:
+            self._clock.consumer.get(num_bytes)
         if self._stats_log is not None:
             self._stats_log.at_batch()
         return batch
 
     def _received(self, batch: Any) -> Any:
-        if self._receive is None:
-            return batch
+        assert self._receive is not None
         try:
             return self._receive(batch)
         except StopIteration as error:
             raise not_stop_iteration(error) from error
 
-    def _end(self) -> None:
-        self._progress.is_over = True
-        self._measurement.end()
-        if not self.settings.persistent_workers:
-            self._source.close()
-
     def _check_length(self) -> None:
+        """Warn about each batch beyond the reported length of an iterable dataset, as torch."""
+        self._num_delivered += 1
         length = self.settings.reported_length
-        if not self.settings.is_iterable or length is None or self._num_yielded <= length:
+        if not self.settings.is_iterable or length is None or self._num_delivered <= length:
             return
         message = (
             f"Length of IterableDataset {self.settings.dataset} was reported to be {length} (when "
-            f"accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+            f"accessing len(dataloader)), but {self._num_delivered} samples have been fetched. "
         )
         if self.settings.num_workers > 0:
             message += (
@@ -171,3 +162,31 @@ class _Epoch:
                 "its own copy. Choose its part by get_worker_info()."
             )
         warnings.warn(message, stacklevel=4)
+
+
+class LiveIterators:
+    """The iterators of a loader that are still in use, for `DataLoader.close`."""
+
+    def __init__(self) -> None:
+        self._iterators: weakref.WeakValueDictionary[int, EpochIterator] = (
+            weakref.WeakValueDictionary()
+        )
+        self.is_closed = False
+
+    def add(self, iterator: EpochIterator) -> None:
+        self._iterators[id(iterator)] = iterator
+
+    def close(self) -> None:
+        """Close all iterators, and refuse new ones."""
+        self.is_closed = True
+        for ref in self._iterators.valuerefs():  # In one step: other threads may add some.
+            if (iterator := ref()) is not None:
+                iterator.close()
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            self.close()  # Another thread may have closed it while an iterator was being made.
+            raise RuntimeError("this DataLoader is closed. Make a new one to iterate again.")
+
+    def __reduce__(self) -> tuple[type[LiveIterators], tuple[()]]:
+        return LiveIterators, ()  # Threads cannot be copied; a copied loader starts its own.

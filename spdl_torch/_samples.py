@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ._bad_samples import BadSamplePolicy, substitutes
 from ._dataset import Hooks, finished, hooks_of
-from ._engine import NUM_BEFORE, WorkerCursor, check_count
+from ._engine import NUM_EARLIER, WorkerCursor, check_count
 from ._randomness import Keyed, KeyedCollate, KeyedDataset, randomness_of, restart_sample
 from ._resume import LOAD, PREPROCESS, MapProgress, key_for
 
@@ -47,7 +47,7 @@ def keyed_draws(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Ite
             slots = [key(slot) for slot in range(len(indices))]
             keys = DrawKeys(slots, key(WorkerCursor.WHOLE), key(WorkerCursor.COLLATE))
         yield Keyed(draw, keys)
-        before = [*indices, *before][:NUM_BEFORE]
+        before = [*indices, *before][:NUM_EARLIER]
 
 
 def keyed_dataset(

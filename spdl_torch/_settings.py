@@ -1,8 +1,9 @@
-"""What the rest of the package sees of a loader: its arguments, checked, with defaults resolved."""
+"""The arguments of a loader: checked once, then frozen for the rest of the package."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from ._bad_samples import BadSamplePolicy
+from ._bad_samples import BadSamplePolicy, policies_of
+from ._dataset import hooks_of
 from ._event_loops import EventLoop
 
-__all__ = ["LoaderSettings"]
+__all__ = ["LoaderSettings", "advice_on", "check_arguments"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +58,14 @@ class LoaderSettings:
     """The length of an iterable dataset, if `len(loader)` has asked for it."""
 
     @classmethod
-    def of(cls, loader: Any, **resolved: Any) -> LoaderSettings:
-        """Return the settings of a loader as it is now.
-
-        Args:
-            loader: has the arguments as attributes.
-            resolved: the fields that are not taken from the loader as they are.
-
-        """
+    def of(cls, loader: Any) -> LoaderSettings:
+        """Return the settings of a loader as it is now. This is the one place that reads them."""
+        resolved = {
+            "device": loader._device,
+            "bad_sample_policy": loader._bad_sample_policy,
+            "event_loop": loader._event_loop,
+            "reported_length": loader._reported_length,
+        }
         names = [field.name for field in dataclasses.fields(cls) if field.name not in resolved]
         return cls(**{name: getattr(loader, name) for name in names}, **resolved)
 
@@ -95,3 +97,128 @@ class LoaderSettings:
         Datapipes are seeded and split by torch.
         """
         return self.seed is not None and not self.is_datapipe
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+_ADVICE = {
+    "timeout option": "Leave it at 0 to wait for a batch without limit.",
+    "prefetch_factor option should be": "Leave it out for the default of 2.",
+    "sampler option is mutually exclusive with shuffle": (
+        "Leave out shuffle: the sampler decides the order."
+    ),
+    "batch_sampler option is mutually exclusive": (
+        "Leave those out: the batch sampler decides all of them."
+    ),
+    "mutually exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
+    "expected unspecified shuffle": "Shuffle in the dataset's __iter__.",
+    "expected unspecified sampler": "An iterable dataset decides its order in __iter__.",
+    "expected unspecified batch_sampler": (
+        "Pass batch_size, or batch in the dataset's __iter__ and pass batch_size=None."
+    ),
+}
+"""What to do about the errors of torch that only say what is wrong, by some of their words."""
+
+
+_OF_MAP_STYLE = ("num_io_workers", "num_cpu_workers", "preprocess_executor")
+_OF_THREADS = (*_OF_MAP_STYLE, "buffer_size", "copy_dataset")
+
+
+def check_arguments(
+    loader: Any, dataset: Any, num_workers: Any, prefetch_factor: Any, generator: Any
+) -> None:
+    """Check what torch does not check, or only when it is too late."""
+    if loader.worker_method not in ("thread", "multiprocessing"):
+        raise ValueError(
+            f'worker_method must be "thread" or "multiprocessing", got {loader.worker_method!r}.'
+        )
+    if not hasattr(num_workers, "__index__"):
+        raise TypeError(
+            f"num_workers must be an int, got {num_workers!r}. "
+            "Use num_workers=0 to load in the calling thread."
+        )
+    if num_workers > 0 and prefetch_factor == 0:
+        raise ValueError(
+            "prefetch_factor must be at least 1, got 0. Leave it out for the default of 2, "
+            "or set num_workers=0 to load in the calling thread."
+        )
+    for name in ("num_io_workers", "num_cpu_workers", "buffer_size"):
+        _check_count(name, getattr(loader, name))
+    interval = loader.stats_interval
+    if interval is not None and not (isinstance(interval, int | float) and interval > 0):
+        raise ValueError(
+            f"stats_interval must be a number of seconds above 0, got {interval!r}. "
+            "Leave it out for no reports."
+        )
+    if loader.seed is not None and not hasattr(loader.seed, "__index__"):
+        raise TypeError(f"seed must be an int, got {loader.seed!r}. Leave it out for none.")
+    if loader.seed is not None and generator is not None:
+        raise ValueError(
+            "seed and generator both decide what is drawn. Leave out one of them: a seed gives "
+            "the same numbers every time, a generator goes on from where it is."
+        )
+    given = [name for name in _OF_THREADS if getattr(loader, name)]
+    if given and num_workers == 0:
+        raise ValueError(
+            f"{given[0]} is for worker threads, but num_workers=0 loads in the calling thread. "
+            f"Set num_workers to 1 or more, or leave out {given[0]}."
+        )
+    if given and loader.worker_method == "multiprocessing":
+        raise ValueError(
+            f'{given[0]} is for worker threads, but worker_method is "multiprocessing". '
+            f"Leave out one of them."
+        )
+    _check_on_error(loader, dataset, num_workers)
+    of_map_style = [name for name in given if name in _OF_MAP_STYLE]
+    if of_map_style and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{of_map_style[0]} is for map-style datasets; an IterableDataset is loaded by "
+            f"num_workers threads, each with its own iterator. Leave out {of_map_style[0]}."
+        )
+    if loader.num_io_workers is not None and hooks_of(dataset, batched=False).load is None:
+        warnings.warn(
+            f"num_io_workers={loader.num_io_workers} changes nothing: "
+            f"{type(dataset).__name__} has no load stage. Make it a StagedDataset, or raise "
+            "num_workers.",
+            stacklevel=3,
+        )
+    if loader.preprocess_executor is not None and not hasattr(loader.preprocess_executor, "submit"):
+        raise TypeError(
+            "preprocess_executor must be a concurrent.futures.Executor, such as "
+            f"ProcessPoolExecutor(4), got {loader.preprocess_executor!r}."
+        )
+
+
+def _check_on_error(loader: Any, dataset: Any, num_workers: int) -> None:
+    replace, retry = policies_of(loader.on_error)
+    if replace is None and retry is None:
+        return
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "on_error is for map-style datasets: an iterator that has raised cannot be asked "
+            "for the same sample again. Catch the exception in the dataset's __iter__."
+        )
+    if loader.worker_method == "multiprocessing" and num_workers > 0:
+        raise ValueError(
+            'on_error is for worker threads, but worker_method is "multiprocessing". Leave out '
+            "one of them."
+        )
+    if retry is not None and hooks_of(dataset, batched=False).load is None:
+        raise ValueError(
+            f"RetryLoad calls a dataset's load again, but {type(dataset).__name__} has none. "
+            "Make it a StagedDataset, or try again in its __getitem__."
+        )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}. Leave it out for the default.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}. Leave it out for the default.")
+
+
+def advice_on(message: str) -> str | None:
+    """What to do about an error of torch's, if it does not say so itself."""
+    return next((advice for words, advice in _ADVICE.items() if words in message), None)

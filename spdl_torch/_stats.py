@@ -13,75 +13,14 @@ from torch import Tensor
 from torch._utils import cpu_count
 
 from ._bad_samples import BadSamplePolicy
-from ._engine import Measurement, Reading, upper_seconds
+from ._engine import EpochClock, StageStats
 from ._verdict import Verdict, verdict_on
 
 __all__ = ["LoaderStats", "LoopStats", "StageStats", "num_bytes_of", "stats_of"]
 
-_MIDDLE_OF_BUCKET = 2 ** (-1 / 16)
-"""A bucket is an eighth of an octave wide."""
-
 _MAX_OBJECTS = 256
 """Of a batch that are looked at for their size. One made of many more is not made of tensors."""
 _WITHOUT_SIZE = (str, bytes, int, float, bool, type(None))
-
-
-@dataclass(frozen=True)
-class StageStats:
-    """One stage during an epoch, its workers added up."""
-
-    name: str
-    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
-    that is not split into stages does all its work in `preprocess`."""
-    width: int | None
-    """How many samples it can work at at a time; None if its executor does not say. `collate` is
-    done by the workers of the stage before it."""
-    elapsed_seconds: float
-    """Of the epoch so far. All seconds below are of all workers, up to `width` times as many."""
-    num_samples: int
-    """That it is done with (batches, for `collate` and `transfer`)."""
-    busy_seconds: float
-    """Spent at samples, by the clock on the wall. Near `width × elapsed_seconds`: this stage is
-    what the others wait for."""
-    cpu_seconds: float
-    """Of the busy ones, those in which a core was at work for it."""
-    queued_seconds: float
-    """Of the busy ones, those in which it could have gone on, but all cores were taken: too many
-    threads, or other programs. What is left of `busy_seconds` is waiting for I/O or for the
-    interpreter's lock. (On Linux; elsewhere 0.)"""
-    starved_seconds: float
-    """Spent without work while the stage before it had some. Much: look at that one."""
-    blocked_seconds: float
-    """Spent without work because enough batches are under way. Much: this stage is quick enough."""
-    num_in_flight: int
-    """Samples that are being worked at now (batches, for `collate` and `transfer`)."""
-    mean_seconds: float
-    """Per sample; per batch for `collate` and `transfer`."""
-    p50_seconds: float
-    p99_seconds: float
-    """Far more than `p50_seconds`: a few slow samples hold up their batches. A larger `buffer_size`
-    or `in_order=False` lets others go on. (Of samples that take less than a fifth of a millisecond
-    only the mean of one batch in sixteen is measured.)"""
-    histogram: tuple[tuple[float, int], ...] = dataclasses.field(repr=False)
-    """How many took at most so many seconds and more than the line before says."""
-    workers: str = "thread"
-    """Who they are: `thread`, `async` for the calls on an event loop, or `executor`."""
-
-    @property
-    def samples_per_second(self) -> float:
-        return _ratio(self.num_samples, self.elapsed_seconds)
-
-    @property
-    def num_busy(self) -> float:
-        """How many workers were busy, on average."""
-        num_busy = _ratio(self.busy_seconds, self.elapsed_seconds)
-        # What they were at when the epoch was broken off, they may have gone on with.
-        return num_busy if self.width is None else min(num_busy, float(self.width))
-
-    @property
-    def utilisation(self) -> float:
-        """The share of its workers' time in which they were busy; 0 if its width is not known."""
-        return _ratio(self.num_busy, self.width or 0)
 
 
 @dataclass(frozen=True)
@@ -162,6 +101,9 @@ class LoaderStats:
                 "samples_per_second": stage.samples_per_second,
                 "num_busy": stage.num_busy,
                 "utilisation": stage.utilisation,
+                "mean_seconds": stage.mean_seconds,
+                "p50_seconds": stage.p50_seconds,
+                "p99_seconds": stage.p99_seconds,
             }
             for stage in self.stages
         ]
@@ -176,36 +118,13 @@ class LoaderStats:
         }
 
 
-def _stage_stats(reading: Reading, elapsed_seconds: float) -> StageStats:
-    filled = [n for n, count in enumerate(reading.counts) if count > 0]
-    buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
-    histogram = [(upper_seconds(n), reading.counts[n]) for n in buckets]
-    return StageStats(
-        name=reading.name,
-        width=reading.width,
-        elapsed_seconds=elapsed_seconds,
-        num_samples=reading.num_samples,
-        busy_seconds=reading.busy_seconds,
-        cpu_seconds=reading.cpu_seconds,
-        queued_seconds=reading.queued_seconds,
-        starved_seconds=reading.starved_seconds,
-        blocked_seconds=reading.blocked_seconds,
-        num_in_flight=reading.num_in_flight,
-        mean_seconds=_ratio(reading.busy_seconds, reading.num_samples),
-        p50_seconds=_quantile(histogram, 0.5),
-        p99_seconds=_quantile(histogram, 0.99),
-        histogram=tuple(histogram),
-        workers=reading.workers,
-    )
-
-
-def stats_of(measurement: Measurement, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
+def stats_of(measurement: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
     elapsed_seconds, cpu_seconds, consumer, stages = measurement.read()
     return LoaderStats(
         kind=measurement.kind,
         is_running=measurement.is_running,
         elapsed_seconds=elapsed_seconds,
-        stages=tuple(_stage_stats(reading, elapsed_seconds) for reading in stages),
+        stages=stages,
         loop=LoopStats(
             num_batches=consumer.num_batches,
             waited_seconds=consumer.waited_seconds,
@@ -248,16 +167,6 @@ def _parts_of(value: Any, kind: type) -> Iterable[Any]:
     if dataclasses.is_dataclass(kind):
         return [getattr(value, field.name) for field in dataclasses.fields(kind)]
     return ()
-
-
-def _quantile(histogram: list[tuple[float, int]], share: float) -> float:
-    """The middle of the bucket that so large a share lies in or below."""
-    remaining = share * sum(count for _, count in histogram)
-    for seconds, count in histogram:
-        remaining -= count
-        if remaining <= 0:
-            return seconds * _MIDDLE_OF_BUCKET
-    return 0.0
 
 
 def _ratio(part: float, whole: float) -> float:

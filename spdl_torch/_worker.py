@@ -209,7 +209,7 @@ class WorkerSetup:
 
         def sleep(seconds: float) -> bool:
             assert place.batch is not None
-            return place.batch.signal.pause(seconds)
+            return place.batch.pause(seconds)
 
         return self.bad_sample_policy.retried(load, restart_sample, sleep), None
 
@@ -281,9 +281,9 @@ class WorkerSetup:
             except Exception:
                 # Whoever asks for the next batch gets what comes after the error.
                 with contextlib.suppress(Exception):
-                    record.bookmark = worker_id, reader.bookmark()
+                    record.position = worker_id, reader.bookmark()
                 raise
-            record.bookmark = worker_id, reader.bookmark()
+            record.position = worker_id, reader.bookmark()
             return samples
 
         return draw

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -163,7 +162,7 @@ class Dataset(list):
 @pytest.mark.parametrize(
     ("guard", "hides_class", "expected"),
     [
-        ("if True:", False, ("BrokenProcessPool", 'no `if __name__ == "__main__":` in the script')),
+        ("if True:", False, ("BrokenProcessPool", "the script may lack `if __name__")),
         ('if __name__ == "__main__":', True, ("AttributeError", "Put it into a module of its own")),
     ],
 )
@@ -244,7 +243,7 @@ def test_an_executor_that_is_shut_down_with_its_lock_in_hand_is_an_error_and_not
     may_end.set()
     with pytest.raises(CancelledError) as caught:
         next(iterator)
-    assert "shut the executor down" in caught.value.__notes__[1]
+    assert "the executor was shut down" in caught.value.__notes__[1]
     for _ in range(3):
         with pytest.raises(RuntimeError, match="after shutdown"):
             next(iterator)
@@ -327,22 +326,6 @@ class WithUnwilling(Executor):
             self.has_run = True
             future.set_result(fn(*args))
         return future
-
-
-@pytest.mark.usefixtures("ctrl_c_interrupts_once")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_thread_is_left_if_an_executor_is_slow_and_ctrl_c_is_pressed():
-    Unwilling.may_be_cancelled.clear()
-    loader = DataLoader(Staged(40), num_workers=2, preprocess_executor=WithUnwilling())
-    iterator = iter(loader)
-    next(iterator)
-    with contextlib.suppress(KeyboardInterrupt):
-        del iterator  # A finaliser is interrupted, and is not called again.
-    Unwilling.may_be_cancelled.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("spdl_torch"):
-            thread.join(PATIENCE_SECONDS)
-            assert not thread.is_alive(), thread.name
 
 
 def test_a_new_epoch_is_not_cancelled_with_the_old_one():
@@ -435,21 +418,18 @@ class InterruptsOnce(ThreadPoolExecutor):
         return super().submit(fn, *args, **kwargs)
 
 
-def test_an_interrupted_hand_over_is_an_error_at_its_batches_and_not_a_hang():
+def test_ctrl_c_in_submit_closes():
+    """A Ctrl-C while samples are submitted closes the iterator instead of hanging."""
     with InterruptsOnce(1) as executor:
         loader = DataLoader(
             Squares(6), num_workers=1, prefetch_factor=1, preprocess_executor=executor
         )
         iterator = iter(loader)
-        found = []
-        for _ in range(6):
-            try:
-                found.append(next(iterator).item())
-            except (KeyboardInterrupt, RuntimeError) as error:
-                found.append(type(error))
-        assert found[0] is KeyboardInterrupt
-        assert found[-1] in (16, 25)
-        list(iterator)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iterator)
+        assert [batch.item() for batch in loader] == [i * i for i in range(6)]
 
 
 def test_a_dataset_that_cannot_be_pickled_is_refused_with_advice():

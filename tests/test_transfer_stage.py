@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from spdl_torch._engine import PendingBatch, Pipeline, ThreadStage, TransferStage, WorkerCursor
-from spdl_torch._engine._signal import Signal
-from spdl_torch._engine._stages import forward
+from spdl_torch._engine._epoch import Epoch
 from spdl_torch._engine._transfer_stage import Taken
 
 from .datasets import PATIENCE_SECONDS
@@ -19,7 +18,7 @@ class ByHand:
 
     def __init__(self, *, in_order, num_ahead=2):
         self.stage = TransferStage("transfer", lambda: None, num_ahead=num_ahead, in_order=in_order)
-        self.signal = Signal()
+        self.epoch = Epoch()
         self.batches = []
 
     def operation(self, batch):
@@ -27,13 +26,13 @@ class ByHand:
         return batch
 
     def arrive(self, number):
-        record = PendingBatch(number, [number], [number], self.signal)
-        record.hold(number)
-        self.stage.work(record, self.operation)
-        return record
+        batch = PendingBatch(self.epoch, number, [number], [number])
+        batch.output = number
+        self.stage.work(batch, self.operation)
+        return batch
 
     def advance(self, num_taken):
-        self.stage.work(Taken(self.signal, num_taken), self.operation)
+        self.stage.work(Taken(self.epoch, num_taken), self.operation)
 
 
 def test_batches_are_taken_on_a_few_ahead_of_the_consumer():
@@ -80,11 +79,11 @@ def test_without_order_batches_are_taken_on_as_they_come():
 @pytest.mark.parametrize("in_order", [True, False])
 def test_nothing_of_one_epoch_gets_into_the_next(in_order):
     by_hand = ByHand(in_order=in_order)
-    first_epoch = by_hand.signal
+    first_epoch = by_hand.epoch
     before = [by_hand.arrive(number) for number in range(10, 14)]
     assert by_hand.batches == ([] if in_order else [10, 11])
     first_epoch.close()
-    by_hand.signal, by_hand.batches = Signal(), []
+    by_hand.epoch, by_hand.batches = Epoch(), []
     for number in range(2):
         by_hand.arrive(number)
     by_hand.advance(1)
@@ -103,14 +102,14 @@ def test_an_error_takes_up_no_room_after_it_was_delivered():
     def fail(batch):
         raise KeyError(batch)
 
-    record = PendingBatch(0, [0], [0], by_hand.signal)
-    record.hold(0)
-    by_hand.stage.work(record, fail)
+    batch = PendingBatch(by_hand.epoch, 0, [0], [0])
+    batch.output = 0
+    by_hand.stage.work(batch, fail)
     by_hand.arrive(1)
     by_hand.arrive(2)
     assert by_hand.batches == [1]
     with pytest.raises(KeyError):
-        record.take()
+        batch.result()
     by_hand.advance(1)
     assert by_hand.batches == [1, 2]
 
@@ -132,7 +131,7 @@ def test_the_consumer_makes_room_by_taking_batches(in_order):
         made.release()
         return samples[0]
 
-    def set_up(_worker_id, _place: WorkerCursor):
+    def set_up(_worker_id, _cursor: WorkerCursor):
         return (lambda index: index), collate
 
     last = TransferStage("transfer", lambda: transfer, num_ahead=num_ahead, in_order=in_order)
@@ -143,13 +142,13 @@ def test_the_consumer_makes_room_by_taking_batches(in_order):
     pipeline.begin(iter([[n] for n in range(num_batches)]))
     pipeline.start()
     batches = []
-    while (record := pipeline.next(PATIENCE_SECONDS)) is not None:
+    while (batch := pipeline.next(PATIENCE_SECONDS)) is not None:
         if not batches:
             for _ in range(num_batches):
                 assert made.acquire(timeout=PATIENCE_SECONDS)
         num_taken += 1
-        batches.append(record.take())
-    pipeline.close()
+        batches.append(batch.result())
+    pipeline.lifetime.close()
     assert batches == list(range(num_batches))
     # It may be told that one was taken before the loop that counts here has it.
     assert most_ahead <= num_ahead + 1
@@ -160,7 +159,7 @@ def test_an_error_waits_for_its_turn_and_is_not_taken_on():
     by_hand = ByHand(in_order=False, num_ahead=1)
     by_hand.arrive(0)
     by_hand.arrive(1)
-    failed = PendingBatch(2, [2], [2], by_hand.signal)
+    failed = PendingBatch(by_hand.epoch, 2, [2], [2])
     failed.fail(0, KeyError(2))
     by_hand.stage.work(failed, by_hand.operation)
     assert not failed.is_finished
@@ -171,10 +170,10 @@ def test_an_error_waits_for_its_turn_and_is_not_taken_on():
 
 def test_a_worker_that_ends_keeps_no_batch():
     by_hand = ByHand(in_order=True)
-    record = by_hand.arrive(7)
+    batch = by_hand.arrive(7)
     by_hand.stage.dismiss_worker(0)
     by_hand.advance(7)
-    assert not record.is_finished
+    assert not batch.is_finished
 
 
 @pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt])
@@ -184,11 +183,11 @@ def test_an_error_in_the_transfer_is_its_batchs_without_our_frames(error):
     def fail(batch):
         raise error(batch)
 
-    record = PendingBatch(0, [0], [0], by_hand.signal)
-    record.hold(0)
-    by_hand.stage.work(record, fail)
-    assert type(record.error) is error
-    assert record.error.__traceback__.tb_frame.f_code is fail.__code__
+    batch = PendingBatch(by_hand.epoch, 0, [0], [0])
+    batch.output = 0
+    by_hand.stage.work(batch, fail)
+    assert type(batch.error) is error
+    assert batch.error.__traceback__.tb_frame.f_code is fail.__code__
 
 
 class Waking:
@@ -203,7 +202,7 @@ class Waking:
             self.begun.release()
             return batch
 
-        def set_up(_worker_id, _place):
+        def set_up(_worker_id, _cursor):
             return operation, lambda samples: samples[0]
 
         last = TransferStage("transfer", lambda: transfer, num_ahead=2, in_order=in_order)
@@ -219,7 +218,7 @@ class Waking:
             assert self.begun.acquire(timeout=PATIENCE_SECONDS)
 
     def next(self):
-        return self.pipeline.next(PATIENCE_SECONDS).take()
+        return self.pipeline.next(PATIENCE_SECONDS).result()
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -227,7 +226,7 @@ def test_taking_a_batch_lets_another_on_before_the_next_is_asked_for(in_order):
     waking = Waking(in_order=in_order)
     waking.next()
     waking.wait_until_begun(3)
-    waking.pipeline.close()
+    waking.pipeline.lifetime.close()
     assert waking.num_begun == 3
 
 
@@ -243,47 +242,4 @@ def test_without_order_a_slow_batch_does_not_hold_up_the_transfer_of_others():
     assert sorted(waking.next() for _ in range(7)) == list(range(1, 8))
     go_on.set()
     assert waking.next() == 0
-    waking.pipeline.close()
-
-
-class Interrupting(TransferStage):
-    """Is interrupted while the consumer tells it something."""
-
-    def advance(self, signal, num_taken):
-        super().advance(signal, num_taken)
-        if num_taken == 2:
-            self.advance = super().advance
-            raise KeyboardInterrupt
-
-
-def test_an_interrupted_call_loses_no_batch():
-    def set_up(_worker_id, _place):
-        return (lambda index: index), lambda samples: samples[0]
-
-    last = Interrupting("transfer", lambda: lambda batch: batch, num_ahead=2, in_order=True)
-    first = ThreadStage("preprocess", [0], set_up, is_first=True, transfer_stage=last)
-    pipeline = Pipeline(
-        first, [first, last], last_stage=last, capacity=4, in_order=True, batched=True
-    )
-    pipeline.begin(iter([[n] for n in range(6)]))
-    pipeline.start()
-    batches = [pipeline.next(PATIENCE_SECONDS).take()]
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.next(PATIENCE_SECONDS)
-    while (record := pipeline.next(PATIENCE_SECONDS)) is not None:
-        batches.append(record.take())
-    pipeline.close()
-    assert batches == list(range(6))
-
-
-def test_a_batch_that_was_given_up_is_not_taken_on():
-    """The consumer was interrupted when it handed the batch out, and has had an error for it."""
-    waiting = ByHand(in_order=False)
-    record = PendingBatch(0, [0], [0], waiting.signal)
-    record.fail(0, RuntimeError("interrupted"))
-    record.finish()
-    with pytest.raises(RuntimeError):
-        record.take()
-    forward(record, "batch", waiting.stage)
-    assert record.batch is None
-    assert record.turn is None
+    waking.pipeline.lifetime.close()

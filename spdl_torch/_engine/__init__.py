@@ -1,59 +1,57 @@
 """The engine: threads, slots and windows. It knows no tensors, only the standard library.
 
 The consumer's thread draws the indices of a batch and opens a `PendingBatch` with a slot for each
-sample. Stages fill the slots, in any order, and whoever settles the last one has the batch
-made, which may go on through one more stage (`TransferStage`). At most `capacity` records are open
-at a time (`Window`). All threads of a `Pipeline` belong to its `Lifetime`.
+sample. Worker threads pull slots from the oldest batch, fill them in any order, and the worker that
+settles the last slot makes the batch, which may pass one more stage (`TransferStage`). At most
+`capacity` batches are in flight (`Window`). All threads of a `Pipeline` belong to its `Lifetime`.
 
 What makes this right, in one place:
 
-* Nothing polls, but for the exit of the interpreter and, twice a second, for Ctrl-C. A worker waits
-  in its queue's `get`, the consumer waits for its `Signal`, and whoever changes what they wait for
-  wakes them: a task, a finished record, or `close`.
+* Who waits, and what wakes it: a worker waits in `TaskQueue.get` and is woken by a task or by
+  `close`; the consumer waits in `Epoch.wait` and is woken by a finished batch or by `close`.
+  Nothing else waits, so closing the queues and the epoch wakes everything.
+* A slot is claimed once, because workers pop it from one list. A batch is finished once, because
+  exactly one caller of `PendingBatch.settle` settles the last slot. Of several errors in a batch
+  the one of the lowest slot wins.
 * No value of the user's has a meaning here: `None` is a sample like any other.
-* A record is finished exactly once, because exactly one caller of
-  `PendingBatch.settle` is the last.
-* An exception belongs to its record. It never ends a worker, and the next record is not harmed.
-* A record knows its epoch (through its signal). An abandoned epoch's leftovers are passed over, so
-  nothing of it reaches the next.
-* Every thread measures itself, in a meter that it alone writes and that refers to nothing of the
-  user's.
+* An exception belongs to its batch. It never ends a worker, and the next batch is not harmed.
+* A batch refers to its epoch. Leftovers of an abandoned epoch are skipped, so nothing of it reaches
+  the next.
 * What threads share changes under a lock, or in one step that Python makes atomic with and without
-  a GIL: an item of a list, a deque or a dict put in, taken out or replaced. No iterator is shared.
-* Closing first tells all threads to end, which takes no lock of ours and waits for nobody. Then it
-  joins them. So a finaliser may close from anywhere; where it might be what the threads wait for,
-  as in the middle of a garbage collection, it waits for a moment only.
+  a GIL: an item of a list, a deque or a dict that is put in, taken out or replaced.
+* Every thread is measured by one clock, which it alone writes.
+* An idle thread refers to its stage weakly (`_threads._serve`, `_LoopThread`), so that an iterator
+  that is dropped can be collected, and its finaliser ends the threads.
 """
 
 from ._async_stage import AsyncStage
+from ._batch import PendingBatch, check_count
+from ._clock import EpochClock, Recorder, Span, StageStats
 from ._executor_stage import ExecutorStage
 from ._in_flight import InFlight
 from ._iterable_stage import IterableStage
-from ._measurement import Measurement
-from ._meter import Lap, Reading, upper_seconds
 from ._pipeline import Pipeline
-from ._record import PendingBatch
-from ._stages import OnSampleError, SampleStage, ThreadStage, WorkerCursor, check_count
+from ._stage import OnSampleError, SampleStage, ThreadStage, WorkerCursor
 from ._transfer_stage import TransferStage
-from ._window import NUM_BEFORE, NotInTime
+from ._window import NUM_EARLIER, NotInTime
 
 __all__ = [
-    "NUM_BEFORE",
+    "NUM_EARLIER",
     "AsyncStage",
+    "EpochClock",
     "ExecutorStage",
     "InFlight",
     "IterableStage",
-    "Lap",
-    "Measurement",
     "NotInTime",
     "OnSampleError",
     "PendingBatch",
     "Pipeline",
-    "Reading",
+    "Recorder",
     "SampleStage",
+    "Span",
+    "StageStats",
     "ThreadStage",
     "TransferStage",
     "WorkerCursor",
     "check_count",
-    "upper_seconds",
 ]

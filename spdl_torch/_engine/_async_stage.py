@@ -1,4 +1,4 @@
-"""The stage whose operation is `async def`: one thread, many samples waiting."""
+"""The stage whose operation is `async def`: one thread, many calls in flight."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
-from .._event_loops import EventLoop
+from ._batch import PendingBatch, check_count, note_origin, without_our_frame
+from ._clock import StageClock, TaskClock
+from ._epoch import Epoch
 from ._in_flight import InFlight, awaited_lines
-from ._meter import FlightMeter, Meter
-from ._record import PendingBatch
-from ._signal import Signal
-from ._stages import (
-    CollateStage,
-    OnSampleError,
-    SampleStage,
-    WorkerCursor,
-    check_count,
-    note_origin,
-    without_our_frame,
-)
+from ._stage import CollateStage, OnSampleError, SampleStage, WorkerCursor
 from ._threads import new_thread
 
 __all__ = ["AsyncStage"]
 
 AsyncOperation = Callable[[Any], Awaitable[Any]]
 
-Around = Callable[[PendingBatch, int], AbstractContextManager[Any]]
-"""What a task is in while it is at a slot of a record."""
+TaskContext = Callable[[PendingBatch, int], AbstractContextManager[Any]]
+"""Returns the context in which a task works on a slot of a batch."""
 
-SetUpAsync = Callable[[int], tuple[AsyncOperation, Around, AbstractContextManager[Any]]]
-"""Runs in the worker's thread; gives it its operation, and what all its tasks are in. That must not
-refer to anything of the user's."""
+SetUpAsync = Callable[[int], tuple[AsyncOperation, TaskContext, AbstractContextManager[Any]]]
+"""Runs in the worker's thread; returns its operation, the context of each task, and the context of
+the thread. The last must not refer to anything of the user's."""
+
+
+class EventLoops(Protocol):
+    """Keeps event loops from epoch to epoch."""
+
+    def take(self) -> asyncio.AbstractEventLoop: ...
+
+    def give_back(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
 
 class AsyncStage:
@@ -47,7 +46,7 @@ class AsyncStage:
         worker_id: int,
         width: int,
         set_up: SetUpAsync,
-        event_loop: EventLoop,
+        event_loops: EventLoops,
         *,
         takes_whole_batch: bool,
         next_stage: SampleStage | None,
@@ -61,88 +60,91 @@ class AsyncStage:
         self._next_stage = next_stage
         self._collate_stage = collate_stage
         self._operation: AsyncOperation | None = None
-        self._around: Around | None = None
-        self._at: dict[asyncio.Task[Any], tuple[PendingBatch, int | None, float]] = {}
-        """What each task is at, and since when."""
-        self._meter = FlightMeter(name, width)
-        self.meter: Meter = self._meter
-        self._thread = _LoopThread(name, worker_id, width, self, event_loop)
-        self.workers = [self._thread]
+        self._task_context: TaskContext | None = None
+        self._current: dict[asyncio.Task[Any], tuple[PendingBatch, int | None, float]] = {}
+        """What each task is working on, and since when."""
+        self._clock = TaskClock(name, width)
+        self.clock: StageClock = self._clock
+        self._thread = _LoopThread(name, worker_id, width, self, event_loops)
+        self.groups = [self._thread]
 
-    def open(self, records: list[PendingBatch]) -> int:
-        tasks = []
-        for record in records:
-            num_samples = len(record.indices)
-            if num_samples == 0:
-                self._collate_stage.collate(record)
-            elif self._takes_whole_batch:
-                tasks.append((record, 0))
-            else:
-                tasks += [(record, slot) for slot in range(num_samples)]
-        self._thread.put(tasks)
-        return len(records)
+    def open(self, batch: PendingBatch) -> bool:
+        num_samples = len(batch.indices)
+        if num_samples == 0:
+            self._collate_stage.collate(batch)
+        else:
+            self.put(batch, range(1 if self._takes_whole_batch else num_samples))
+        return True
 
-    def put(self, record: PendingBatch, slots: Sequence[int]) -> None:
-        self._thread.put([(record, slot) for slot in slots])
+    def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
+        self._thread.put(batch, slots)
 
-    def num_samples_per_task(self) -> int:
-        return 1
+    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
+        """Do nothing: `put` wakes the event loop."""
+
+    def wake_idle(self, *, only_if_starved: bool) -> None:
+        if self._next_stage is not None:
+            self._next_stage.wake_idle(only_if_starved=only_if_starved)
+
+    def has_idle_worker(self) -> bool:
+        return True
 
     def set_up_worker(self, worker_id: int) -> AbstractContextManager[Any]:
-        self._operation, self._around, task_context = self._set_up(worker_id)
-        self._meter.start()
-        return task_context
+        self._operation, self._task_context, thread_context = self._set_up(worker_id)
+        self._clock.start()
+        return thread_context
 
     def in_flight(self) -> list[InFlight]:
         now = time.monotonic()
         return [
-            InFlight(self._name, record, slot, now - since, awaited_lines(task.get_coro()))
-            for task, (record, slot, since) in list(self._at.items())
+            InFlight(self._name, batch, slot, now - since, awaited_lines(task.get_coro()))
+            for task, (batch, slot, since) in list(self._current.items())
         ]
 
-    async def fill(self, record: PendingBatch, slot: int) -> None:
+    async def fill(self, batch: PendingBatch, slot: int) -> None:
         task = asyncio.current_task()
         assert task is not None
-        since = self._meter.begin()
+        since = self._clock.begin()
         whole = self._takes_whole_batch
-        self._at[task] = record, None if whole else slot, since
-        index = None if whole else record.indices[slot]  # Another may take its place.
+        self._current[task] = batch, None if whole else slot, since
+        index = None if whole else batch.indices[slot]  # Another may take its place.
         num_samples = 0
         try:
-            num_samples = await self._fill(record, slot)
+            num_samples = await self._fill(batch, slot)
         finally:
-            del self._at[task]
-            self._meter.end(num_samples, since, record.number, index)
+            del self._current[task]
+            self._clock.end(num_samples, since, batch.number, index)
 
-    async def _fill(self, record: PendingBatch, slot: int) -> int:
-        """Make the sample, or all of the batch; gives how many were made."""
+    async def _fill(self, batch: PendingBatch, slot: int) -> int:
+        """Make the sample, or all of the batch; return how many were made."""
         assert self._operation is not None
-        assert self._around is not None
-        last = len(record.indices) if self._takes_whole_batch else slot + 1
+        assert self._task_context is not None
+        last = len(batch.indices) if self._takes_whole_batch else slot + 1
         try:
-            with self._around(record, WorkerCursor.WHOLE if self._takes_whole_batch else slot):
+            where = WorkerCursor.WHOLE if self._takes_whole_batch else slot
+            with self._task_context(batch, where):
                 if self._takes_whole_batch:
-                    record.slots = check_count(await self._operation(record.drawn), last)
+                    batch.slots = check_count(await self._operation(batch.drawn), last)
                 else:
-                    record.slots[slot] = await self._operation(record.indices[slot])
+                    batch.slots[slot] = await self._operation(batch.indices[slot])
         except BaseException as error:
             if self._thread.is_closed:
-                raise  # Our own cancelling. One that the user's code began is an error.
+                raise  # We cancelled it. A cancellation by the user's code is an error.
             if self._on_sample_error is not None and isinstance(error, Exception):
-                failure = self._on_sample_error(record, slot, self._name, error)
+                failure = self._on_sample_error(batch, slot, self._name, error)
                 if failure is None:
                     return 0
                 error = failure
-            note_origin(error, self._name, record, None if self._takes_whole_batch else slot)
-            record.fail(slot, without_our_frame(error))
+            note_origin(error, self._name, batch, None if self._takes_whole_batch else slot)
+            batch.fail(slot, without_our_frame(error))
             num_made = 0
         else:
             num_made = last - slot
             if self._next_stage is not None:
-                self._next_stage.put(record, range(slot, last))
+                self._next_stage.put(batch, range(slot, last))
                 return num_made
-        if record.settle(last - slot):
-            self._collate_stage.collate(record)
+        if batch.settle(last - slot):
+            self._collate_stage.collate(batch)
         return num_made
 
 
@@ -150,33 +152,27 @@ class _LoopThread:
     """The thread that runs the event loop; like `Workers`, it refers to its stage only weakly."""
 
     def __init__(
-        self,
-        name: str,
-        worker_id: int,
-        width: int,
-        stage: AsyncStage,
-        event_loop: EventLoop,
+        self, name: str, worker_id: int, width: int, stage: AsyncStage, event_loops: EventLoops
     ) -> None:
         self._worker_id = worker_id
         self._width = width
         self._stage_ref = weakref.ref(stage)
-        self._event_loop = event_loop
+        self._event_loops = event_loops
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.Queue[tuple[PendingBatch, int]] = asyncio.Queue()
         self._main_task: asyncio.Task[None] | None = None
         self._reports: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._signal: Signal | None = None
+        self._epoch: Epoch | None = None
         self.is_closed = False
         self.threads = [new_thread(f"{name}-{worker_id}", self._run)]
 
-    def put(self, tasks: list[tuple[PendingBatch, int]]) -> None:
-        if tasks:
-            self._signal = tasks[0][0].signal
+    def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
+        self._epoch = batch.epoch
         assert self._loop is not None, "a batch was opened before the stage was started"
-        self._loop.call_soon_threadsafe(self._accept, tasks)
+        self._loop.call_soon_threadsafe(self._accept, batch, slots)
 
-    def start(self, seconds_apart: float) -> None:  # noqa: ARG002 (it is only one thread)
-        self._loop = self._event_loop.take()
+    def start(self, seconds_apart: float) -> None:  # noqa: ARG002 (there is only one thread)
+        self._loop = self._event_loops.take()
         self.threads[0].start()
 
     def wait_until_set_up(self) -> None:
@@ -184,10 +180,10 @@ class _LoopThread:
             raise error
 
     def abandon(self) -> None:
-        pass  # Samples in flight arrive and are thrown away; the waiting ones are passed over.
+        pass  # Calls in flight end and are thrown away; waiting slots are skipped.
 
-    def close(self) -> None:
-        # Flag first, task second; _main goes the other way round, so one of the two sees the other.
+    def request_stop(self) -> None:
+        # Flag first, task second; _main does it the other way round, so one of them sees the other.
         self.is_closed = True
         main_task = self._main_task
         if main_task is not None and self._loop is not None:
@@ -196,58 +192,58 @@ class _LoopThread:
     def _run(self) -> None:
         assert self._loop is not None
         try:
-            task_context: AbstractContextManager[Any] = nullcontext()
+            thread_context: AbstractContextManager[Any] = nullcontext()
             if (stage := self._stage_ref()) is not None:
-                task_context = stage.set_up_worker(self._worker_id)
+                thread_context = stage.set_up_worker(self._worker_id)
             del stage
-            with task_context:
+            with thread_context:
                 self._loop.run_until_complete(self._main())
         except BaseException as error:
             if self._main_task is None:
                 self._reports.put(error)
-            elif not self.is_closed and self._signal is not None:
-                # The user's code has stopped the loop, or cancelled what is not its own.
-                self._signal.fail(error)
+            elif not self.is_closed and self._epoch is not None:
+                # The user's code stopped the loop, or cancelled a task that is not its own.
+                self._epoch.close(error)
         finally:
             self._main_task = None
             if self.is_closed:
-                self._event_loop.give_back(self._loop)
+                self._event_loops.give_back(self._loop)
             else:
-                self._loop.close()  # Nobody knows what is left in it.
+                self._loop.close()  # Its state is unknown.
 
     async def _main(self) -> None:
         self._main_task = asyncio.current_task()
         self._reports.put(None)
         if self.is_closed:
             return
-        # Not a TaskGroup: one that is cancelled keeps the exception that keeps it, and with both
-        # what the tasks have had.
+        # Not a TaskGroup: a cancelled one keeps the exception that keeps it, and with both the
+        # samples of its tasks.
         servers = [asyncio.create_task(self._serve()) for _ in range(self._width)]
         try:
             ended, _ = await asyncio.wait(servers, return_when=asyncio.FIRST_COMPLETED)
             for server in ended:
                 server.result()  # None ends by itself, unless it is closed.
         except GeneratorExit:
-            raise  # The user's code has stopped the loop, and there is nothing to wait with.
+            raise  # The user's code stopped the loop: nothing can be awaited any more.
         except BaseException:
-            await _end(servers)
+            await _cancel(servers)
             raise
-        await _end(servers)
+        await _cancel(servers)
 
-    def _accept(self, tasks: list[tuple[PendingBatch, int]]) -> None:
-        for task in tasks:
-            self._tasks.put_nowait(task)
+    def _accept(self, batch: PendingBatch, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._tasks.put_nowait((batch, slot))
 
     async def _serve(self) -> None:
         while not self.is_closed:
-            record, slot = await self._tasks.get()
+            batch, slot = await self._tasks.get()
             stage = self._stage_ref()
-            if stage is not None and not record.is_abandoned:
-                await stage.fill(record, slot)
-            del record, stage
+            if stage is not None and not batch.epoch.is_closed:
+                await stage.fill(batch, slot)
+            del batch, stage
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The stage that runs in somebody else's workers: any `concurrent.futures.Executor`."""
+"""The stage that runs in the workers of any `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -17,35 +17,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from ._batch import PendingBatch, note_origin, without_our_frame
+from ._clock import FutureClock, StageClock
 from ._in_flight import InFlight
-from ._meter import FutureMeter, Meter
-from ._record import PendingBatch
-from ._stages import (
-    CollateStage,
-    GroupSize,
-    OnSampleError,
-    Operation,
-    WorkerCursor,
-    note_origin,
-    without_our_frame,
-)
+from ._stage import CollateStage, OnSampleError, Operation, Pace, WorkerCursor
 from ._threads import new_thread
 
 __all__ = ["ExecutorStage"]
 
 _MAX_HOOKS_KEPT: Final = 4
 _hooks: dict[bytes, Operation] = {}
-"""In an executor's worker: the hooks it has been sent, latest last. It may be a thread among
-others, so each step is one atomic operation."""
+"""In an executor's worker: the hooks that it received, latest last. Each step on it is one atomic
+operation, because the worker may be a thread among others."""
+
+_TASK_SECONDS: Final = 0.01
+"""How long the samples of one task take together: a hand-over between processes costs some hundred
+microseconds."""
 
 
 class _Task(NamedTuple):
-    record: PendingBatch
+    batch: PendingBatch
     slots: Sequence[int]
 
 
 class _Filled(NamedTuple):
-    """What an executor's worker gives back for some slots."""
+    """What an executor's worker returns for some slots."""
 
     samples: Any
     seconds: float
@@ -54,14 +50,14 @@ class _Filled(NamedTuple):
 
 @dataclass
 class _Failed:
-    """What it gives back if the hook raised.
+    """What it returns if the hook raised.
 
-    It is given back and not raised, because what a process raises must survive a pickle, and many
-    an exception does not: it loses what was noted on it, or breaks the executor's pool.
+    It is returned and not raised, because an exception from another process is pickled, and many
+    exceptions do not survive that: they lose their notes, or break the executor's pool.
     """
 
     offset: int
-    """Of the sample, among those it was given."""
+    """The place of the sample among those of the task."""
     error: Exception
     seconds: float
     cpu_seconds: float
@@ -82,7 +78,7 @@ def _failed_remotely(
     offset: int, pickled_error: bytes, text: str, seconds: float, cpu_seconds: float
 ) -> _Failed:
     error = pickle.loads(pickled_error)
-    # The frames stay behind; concurrent.futures gives their text in this way too.
+    # The frames stay behind; concurrent.futures shows their text in this way too.
     error.__cause__ = _InAnotherProcess(f'\n"""\n{text}"""')
     return _Failed(offset, error, seconds, cpu_seconds)
 
@@ -92,16 +88,16 @@ class _InAnotherProcess(Exception):  # noqa: N818 (never raised)
 
 
 class _Futures(set[Future[Any]]):
-    """What an executor has been asked for. Its workers are not ours; only this is ours to end."""
+    """The tasks that an executor has. Its workers are not ours; only this is ours to end."""
 
     def __init__(self) -> None:
         super().__init__()
         self._process_id = os.getpid()
-        self._apart: list[threading.Thread] = []
+        self._helpers: list[threading.Thread] = []
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return self._apart.copy()
+        return self._helpers.copy()
 
     def start(self, seconds_apart: float) -> None:
         pass
@@ -110,35 +106,35 @@ class _Futures(set[Future[Any]]):
         pass
 
     def abandon(self) -> None:
-        self.take_back(self.copy())  # In one step: futures come and go in other threads.
+        self.cancel_all(self.copy())  # In one step: other threads add and remove futures.
 
-    def close(self) -> None:
+    def request_stop(self) -> None:
         self.abandon()
 
-    def take_back(self, futures: set[Future[Any]]) -> None:
-        """Take back what the executor has not begun.
+    def cancel_all(self, futures: set[Future[Any]]) -> None:
+        """Cancel tasks that the executor has not begun.
 
-        In a thread of its own: `cancel` runs the executor's code, and that of a cluster waits for
-        the thread of its client. A finaliser may run in that very thread, which would wait for
-        itself, or in the middle of a `submit`, with a lock that it waits for.
+        In a helper thread: `cancel` runs the executor's code, and that of a cluster waits for the
+        thread of its client. A finaliser may run in that very thread, which would then wait for
+        itself, or in the middle of a `submit`, with a lock held that `cancel` needs.
         """
+        # A forked child has copies of its parent's futures; the tasks are its parent's.
         if futures and os.getpid() == self._process_id:
-            # A forked child has copies of its parent's; the tasks are its parent's.
-            with contextlib.suppress(RuntimeError):  # It is the exit, and the executor ends too.
+            with contextlib.suppress(RuntimeError):  # No thread starts at the interpreter's exit.
                 self.run_in_helper_thread(_cancel, futures)
 
     def run_in_helper_thread(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function that calls the executor, where nobody holds a lock of its.
+        """Call a function that calls the executor where no lock of the executor is held.
 
-        A RuntimeError if no thread can be started.
+        Raises RuntimeError if no thread can be started.
         """
-        thread = new_thread("apart", function, *args)
+        thread = new_thread("helper", function, *args)
         thread.start()
-        self._apart.append(thread)
+        self._helpers.append(thread)
         for ended in self.threads:
             if not ended.is_alive():
                 with contextlib.suppress(ValueError):  # Another thread was quicker.
-                    self._apart.remove(ended)
+                    self._helpers.remove(ended)
 
 
 def _cancel(futures: set[Future[Any]]) -> None:
@@ -148,15 +144,13 @@ def _cancel(futures: set[Future[Any]]) -> None:
 
 
 class ExecutorStage:
-    """A stage that hands its samples to an executor.
+    """A stage that submits its samples to an executor.
 
-    The hook, with the dataset it belongs to, may be large: it must travel once to each of the
-    executor's workers, and an executor does not let us speak to a particular one. So a task names
-    its hook by the digest of its pickle. A worker that has not got it says so, and the task goes
-    round once more, now carrying the hook; at most one such carrier is under way at any time.
+    The hook, with the dataset it belongs to, may be large. It must reach each of the executor's
+    workers once, and an executor does not let us address a particular one. So a task names its hook
+    by the digest of its pickle. A worker that does not have it returns None, and the task is
+    submitted again, now with the hook; at most one task carries the hook at any time.
     """
-
-    downstream = None
 
     def __init__(
         self,
@@ -173,54 +167,57 @@ class ExecutorStage:
         self._name = name
         self._on_sample_error = on_sample_error
         self._label = label
-        """Makes the hook's input of a sample, or of a whole batch, by its record and slot."""
+        """Makes the hook's input of a sample, or of a whole batch, from the batch and slot."""
         self._executor = executor
         self._pickled_hook = pickle.dumps(hook, protocol=pickle.HIGHEST_PROTOCOL)
         self._digest = hashlib.sha256(self._pickled_hook).digest()
         self._is_first = is_first
         self._takes_whole_batch = takes_whole_batch
         self._collate_stage = collate_stage
-        # A hand-over between processes costs some hundred microseconds.
-        self._group_size = GroupSize(seconds=0.01)
-        # Reentrant: garbage is collected anywhere, also in whoever holds this, and code that runs
-        # then may bring a task to its end, which comes back here.
+        self._pace = Pace()
+        # Reentrant: a garbage collection may run a task's callback in the thread that holds it.
         self._lock = threading.RLock()
         self._held_back: deque[_Task] = deque()
         self._carrier_is_under_way = False
         self._hook_has_arrived = False
         self._futures = _Futures()
         self._submitted: dict[Future[Any], tuple[_Task, float]] = {}
-        self.workers = [self._futures]
-        self._meter = FutureMeter(name, getattr(executor, "_max_workers", None))
-        self.meter: Meter = self._meter
+        self.groups = [self._futures]
+        self._clock = FutureClock(name, getattr(executor, "_max_workers", None))
+        self.clock: StageClock = self._clock
 
     # -- how work enters -----------------------------------------------------------------------
 
-    def open(self, records: list[PendingBatch]) -> int:
-        for record in records:
-            if record.indices:
-                self.put(record, range(len(record.indices)))
-            else:
-                self._collate_stage.collate(record)
-        return len(records)
+    def open(self, batch: PendingBatch) -> bool:
+        if batch.indices:
+            self.put(batch, range(len(batch.indices)))
+        else:
+            self._collate_stage.collate(batch)
+        return True
 
-    def num_samples_per_task(self) -> int:
-        return 1
+    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
+        """Do nothing: `put` submits the samples."""
+
+    def wake_idle(self, *, only_if_starved: bool) -> None:
+        """Do nothing: the executor knows its tasks."""
+
+    def has_idle_worker(self) -> bool:
+        return True
 
     def in_flight(self) -> list[InFlight]:
         now = time.monotonic()
         return [
-            InFlight(self._name, task.record, slot, now - since, [])
+            InFlight(self._name, task.batch, slot, now - since, [])
             for task, since in list(self._submitted.values())
             for slot in ([None] if self._takes_whole_batch else task.slots)
         ]
 
-    def put(self, record: PendingBatch, slots: Sequence[int]) -> None:
-        if record.is_abandoned:
+    def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
+        if batch.epoch.is_closed:
             return
-        size = len(slots) if self._takes_whole_batch else self._group_size.num_samples()
+        size = len(slots) if self._takes_whole_batch else self._pace.num_samples_in(_TASK_SECONDS)
         for first in range(0, len(slots), size):
-            task = _Task(record, slots[first : first + size])
+            task = _Task(batch, slots[first : first + size])
             carries_hook = False
             try:
                 with self._lock:
@@ -230,19 +227,19 @@ class ExecutorStage:
                     carries_hook = not self._hook_has_arrived
                     self._carrier_is_under_way |= carries_hook
                 self._submit(task, carries_hook)
-            except BaseException:  # Ctrl-C in the middle: the carrier may not be under way.
+            except BaseException:  # Ctrl-C: the task with the hook may not have been submitted.
                 if carries_hook:
                     self._release_held_back()
                 raise
 
     def _submit(self, task: _Task, carries_hook: bool) -> None:
-        record, slots = task
+        batch, slots = task
         try:
-            inputs = record.indices if self._is_first else record.slots
+            inputs = batch.indices if self._is_first else batch.slots
             if self._takes_whole_batch:
-                inputs = self._label(record, WorkerCursor.WHOLE, record.drawn)
+                inputs = self._label(batch, WorkerCursor.WHOLE, batch.drawn)
             else:
-                inputs = [self._label(record, slot, inputs[slot]) for slot in slots]
+                inputs = [self._label(batch, slot, inputs[slot]) for slot in slots]
             future = self._executor.submit(
                 _run_hook,
                 self._digest,
@@ -257,29 +254,29 @@ class ExecutorStage:
             return
         self._futures.add(future)
         self._submitted[future] = task, time.monotonic()
-        self._meter.begin(len(slots))
+        self._clock.count_in_flight(len(slots))
         future.add_done_callback(partial(self._on_done, task, carries_hook))
-        # Looked at after it was added; closing goes the other way round, so one sees the other.
-        if record.is_abandoned:
-            self._futures.take_back({future})
+        # Looked at after it was added; closing does it the other way round, so one sees the other.
+        if batch.epoch.is_closed:
+            self._futures.cancel_all({future})
 
     # -- what happens when the executor answers; runs in one of its threads ----------------------
 
     def _on_done(self, task: _Task, carried_hook: bool, future: Future[Any]) -> None:
         self._futures.discard(future)
         self._submitted.pop(future, None)
-        self._meter.end(len(task.slots))
-        if not task.record.is_abandoned:
+        self._clock.count_in_flight(-len(task.slots))
+        if not task.batch.epoch.is_closed:
             try:
                 self._settle(task, future)
             except BaseException as error:
                 # concurrent.futures would log this and go on; the consumer would wait for ever.
-                task.record.fail(task.slots[0], error)
-                task.record.finish()
-                task.record.signal.set()
+                task.batch.fail(task.slots[0], error)
+                task.batch.finish()
+                task.batch.epoch.wake_consumer()
         if carried_hook and (future.cancelled() or future.exception() is not None):
-            # An executor that breaks or is shut down says so with a lock in its hands, which
-            # `submit` waits for.
+            # An executor that breaks or is shut down calls this with a lock held that `submit`
+            # needs.
             try:
                 self._futures.run_in_helper_thread(self._release_held_back)
             except RuntimeError as error:
@@ -288,14 +285,14 @@ class ExecutorStage:
             self._release_held_back()
 
     def _settle(self, task: _Task, future: Future[Any]) -> None:
-        record, slots = task
+        batch, slots = task
         error = CancelledError() if future.cancelled() else future.exception()
         if error is not None:
             self._fail(task, error)
             return
         filled: _Filled | _Failed | None = future.result()
         if isinstance(filled, _Failed):
-            self._meter.add(0, filled.seconds, filled.cpu_seconds, record.number)
+            self._clock.add(0, filled.seconds, filled.cpu_seconds, batch.number)
             self._fail(task, filled.error, filled.offset)
             return
         if filled is None:
@@ -306,46 +303,46 @@ class ExecutorStage:
                 self._carrier_is_under_way = True
             self._submit(task, carries_hook=True)
             return
-        self._meter.add(len(slots), filled.seconds, filled.cpu_seconds, record.number)
+        self._clock.add(len(slots), filled.seconds, filled.cpu_seconds, batch.number)
         if self._takes_whole_batch:
-            record.slots = filled.samples
+            batch.slots = filled.samples
         else:
             for slot, sample in zip(slots, filled.samples, strict=True):
-                record.slots[slot] = sample
-            self._group_size.observe(len(slots), filled.seconds)
-        if record.settle(len(slots)):
-            self._collate_stage.collate(record)
+                batch.slots[slot] = sample
+            self._pace.observe(len(slots), filled.seconds)
+        if batch.settle(len(slots)):
+            self._collate_stage.collate(batch)
 
     def _fail(self, task: _Task, error: BaseException, offset: int | None = None) -> None:
-        """Without an offset it is not a sample but the executor that has failed."""
-        record, slots = task
+        """Report a failed sample; without an offset, a failure of the executor itself."""
+        batch, slots = task
         slot = None if self._takes_whole_batch else slots[offset or 0]
         if self._on_sample_error is not None and offset is not None and slot is not None:
-            failure = self._on_sample_error(record, slot, self._name, error)
+            failure = self._on_sample_error(batch, slot, self._name, error)
             if failure is None:
                 others = [other for other in slots if other != slot]
                 if others:
-                    self._submit(_Task(record, others), carries_hook=False)
+                    self._submit(_Task(batch, others), carries_hook=False)
                 return
             error = failure
         if offset is None:
-            note_origin(error, self._name, record, None)
+            note_origin(error, self._name, batch, None)
             _add_hint(error)
         else:
-            note_origin(error, self._name, record, slot)
-        record.fail(slot or 0, error)
-        if record.settle(len(slots)):
-            self._collate_stage.collate(record)
+            note_origin(error, self._name, batch, slot)
+        batch.fail(slot or 0, error)
+        if batch.settle(len(slots)):
+            self._collate_stage.collate(batch)
 
     def _release_held_back(self, error: BaseException | None = None) -> None:
-        """Submit what has waited for the hook to arrive; or let it fail, if this is in the way."""
+        """Submit the tasks that waited for the hook to arrive, or fail them with this error."""
         with self._lock:
             self._carrier_is_under_way = False
             self._hook_has_arrived = True
             tasks = list(self._held_back)
             self._held_back.clear()
         for task in tasks:
-            if task.record.is_abandoned:
+            if task.batch.epoch.is_closed:
                 continue
             if error is None:
                 self._submit(task, carries_hook=False)
@@ -354,12 +351,12 @@ class ExecutorStage:
 
 
 def _add_hint(error: BaseException) -> None:
-    """Say in an executor's exception what it is mostly about."""
+    """Add a note to an executor's exception about its usual cause."""
     if isinstance(error, BrokenProcessPool):
         note = (
-            "spdl_torch: a worker of the executor has died. If it did so at once, it may have "
-            'found no `if __name__ == "__main__":` in the script: a process that is spawned runs '
-            "the script again, but for what stands behind that line."
+            "spdl_torch: a worker of the executor has died. If it died at once, the script may "
+            'lack `if __name__ == "__main__":`: a spawned process runs the script again, except '
+            "for what stands behind that line."
         )
     elif isinstance(error, AttributeError | ImportError):
         note = (
@@ -367,7 +364,7 @@ def _add_hint(error: BaseException) -> None:
             "module of its own, which they can find."
         )
     elif isinstance(error, CancelledError):
-        note = "spdl_torch: somebody has cancelled the executor's task, or shut the executor down."
+        note = "spdl_torch: the executor's task was cancelled, or the executor was shut down."
     else:
         return
     if note not in getattr(error, "__notes__", []):  # A pool has one exception for all its tasks.

@@ -1,38 +1,39 @@
-"""The stage behind collate: one worker that takes finished batches on, a few ahead of the loop."""
+"""The stage behind collate: one worker that transfers finished batches, a few ahead of the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ._in_flight import InFlight, of_batch
-from ._meter import Meter, StageMeter, WorkerMeter
-from ._record import PendingBatch
-from ._signal import Signal
-from ._stages import Operation, note_origin, without_our_frame
-from ._workers import Workers
+from ._batch import PendingBatch, note_origin, without_our_frame
+from ._clock import StageClock, ThreadStageClock, WorkerClock
+from ._epoch import Epoch
+from ._in_flight import InFlight, batch_in_flight
+from ._stage import Operation
+from ._threads import Workers
 
 __all__ = ["Taken", "TransferStage"]
 
 
 class Taken(NamedTuple):
-    """What the consumer tells the worker."""
+    """A message from the consumer to the worker."""
 
-    signal: Signal
+    epoch: Epoch
     num_taken: int
 
 
 class TransferStage:
     """A last stage that is never more than `num_ahead` batches ahead of the consumer.
 
-    The window may hold many batches more, which wait here: where a batch goes to, room is scarce.
+    The window may hold many batches more, which wait here: memory on the device is scarce.
 
-    Every batch has a *turn*, and goes on when fewer than `num_ahead` turns are before it that the
-    consumer has not taken. With `in_order` the turns are the numbers of the batches. So the batch
-    that the consumer waits for never finds the room taken by later ones: it would wait for ever.
-    Otherwise a batch gets the next turn when it arrives.
+    Every batch has a *turn*, and is transferred when fewer than `num_ahead` turns are before it
+    that the consumer has not taken. With `in_order` the turns are the numbers of the batches. So
+    the batch that the consumer waits for never finds the room taken by later ones, which would be a
+    deadlock. Otherwise a batch gets the next turn when it arrives.
 
-    All state is the worker's own. Batches, and what the consumer has taken, come to it as tasks.
+    All state belongs to the worker. Batches, and how many the consumer has taken, reach it as
+    tasks.
     """
 
     def __init__(
@@ -42,33 +43,29 @@ class TransferStage:
         self._set_up = set_up
         self._num_ahead = num_ahead
         self.in_order = in_order
-        self._signal: Signal | None = None
+        self._epoch: Epoch | None = None
         self._num_arrived = 0
         self._num_taken = 0
         self._waiting: list[PendingBatch] = []
-        self._at: tuple[PendingBatch, float] | None = None
-        """The batch it takes on now, and since when."""
+        self._current: tuple[PendingBatch, float] | None = None
+        """The batch it is transferring, and since when."""
         self.tools: dict[int, Operation] = {}
         self._workers = Workers(name, [0], self)
-        self.workers = [self._workers]
-        self._meter = WorkerMeter(name)
-        self.meter: Meter = StageMeter(name, [self._meter])
+        self.groups = [self._workers]
+        self._clock = WorkerClock(name)
+        self.clock: StageClock = ThreadStageClock([self._clock], name)
 
-    # -- how work enters -------------------------------------------------------------------------
+    def put(self, batch: PendingBatch) -> None:
+        """Accept a batch that is collated."""
+        self._workers.queue.put(batch)
 
-    def put(self, record: PendingBatch) -> None:
-        """Take over a record whose batch is made."""
-        self._workers.put(record)
+    def advance(self, epoch: Epoch, num_taken: int) -> None:
+        """Transfer the batches whose turn has come, now that so many turns were taken."""
+        self._workers.queue.put(Taken(epoch, num_taken))
 
-    def advance(self, signal: Signal, num_taken: int) -> None:
-        """Let the batches go on whose turn has come, now that so many turns were taken."""
-        self._workers.put(Taken(signal, num_taken))
-
-    # -- what the worker does --------------------------------------------------------------------
-
-    def set_up_worker(self, worker_id: int) -> Operation:  # noqa: ARG002 (there is but one)
+    def set_up_worker(self, worker_id: int) -> Operation:  # noqa: ARG002 (there is only one)
         operation = self._set_up()
-        self._meter.start()
+        self._clock.start()
         return operation
 
     def dismiss_worker(self, worker_id: int) -> None:
@@ -76,10 +73,10 @@ class TransferStage:
         self.tools.pop(worker_id, None)
 
     def work(self, task: PendingBatch | Taken, tools: Operation) -> None:
-        if task.signal.is_closed:
+        if task.epoch.is_closed:
             return
-        if task.signal is not self._signal:  # A new epoch.
-            self._signal = task.signal
+        if task.epoch is not self._epoch:
+            self._epoch = task.epoch
             self._waiting.clear()
             self._num_arrived = self._num_taken = 0
         if isinstance(task, PendingBatch):
@@ -88,35 +85,35 @@ class TransferStage:
             self._waiting.append(task)
         else:
             self._num_taken = task.num_taken
-        while (record := self._next_in_turn()) is not None:
-            self._take_on(record, tools)
+        while (batch := self._next_in_turn()) is not None:
+            self._transfer(batch, tools)
 
     def in_flight(self) -> list[InFlight]:
-        return of_batch(self._name, self._at, self._workers.threads[0])
+        return batch_in_flight(self._name, self._current, self._workers.threads[0])
 
     def _next_in_turn(self) -> PendingBatch | None:
-        record = min(self._waiting, key=_turn, default=None)
-        if record is None or _turn(record) >= self._num_taken + self._num_ahead:
+        batch = min(self._waiting, key=_turn, default=None)
+        if batch is None or _turn(batch) >= self._num_taken + self._num_ahead:
             return None
-        self._waiting.remove(record)
-        return record
+        self._waiting.remove(batch)
+        return batch
 
-    def _take_on(self, record: PendingBatch, operation: Operation) -> None:
-        batch = None
-        if not record.is_abandoned and record.error is None:
-            self._at = record, self._meter.begin()
+    def _transfer(self, batch: PendingBatch, operation: Operation) -> None:
+        output = None
+        if not batch.epoch.is_closed and batch.error is None:
+            self._current = batch, self._clock.begin()
             try:
-                batch = operation(record.batch)
+                output = operation(batch.output)
             except BaseException as error:
-                note_origin(error, self._name, record, None)
-                record.fail(0, without_our_frame(error))
-            self._meter.lap(self._name, record.number, 1)
-            self._meter.end()
-        self._at = None
-        record.finish(batch)
-        record.signal.set()
+                note_origin(error, self._name, batch, None)
+                batch.fail(0, without_our_frame(error))
+            self._clock.lap(self._name, batch.number, 1)
+            self._clock.end()
+        self._current = None
+        batch.finish(output)
+        batch.epoch.wake_consumer()
 
 
-def _turn(record: PendingBatch) -> int:
-    assert record.turn is not None
-    return record.turn
+def _turn(batch: PendingBatch) -> int:
+    assert batch.turn is not None
+    return batch.turn

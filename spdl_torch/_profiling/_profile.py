@@ -8,30 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._engine import Span
 from .._stats import LoaderStats
 from ._report import report
 from ._table import table
 from ._trace import trace
 
 __all__ = ["Headroom", "Profile", "Scaling", "Span"]
-
-
-@dataclass(frozen=True)
-class Span:
-    """One stretch of work of one worker."""
-
-    stage: str
-    """As in `StageStats.name`; `wait` and `step` for the training loop."""
-    worker: str
-    """`preprocess-0`, `load-3`, …; `loop` for the training loop."""
-    started_seconds: float
-    """Since the profile began."""
-    seconds: float
-    batch: int
-    """Its number, from 0."""
-    num_samples: int
-    index: str | None
-    """`repr` of the sample's index, if it was one sample."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from .._bad_samples import BadSamplePolicy, policies_of
 from .._dataloader import DataLoader
 from .._dataset import Hooks, StagedDataset, finished, hooks_of
 from .._dataset_copy import DatasetCopies
-from .._engine import Lap
+from .._engine import Span
 from .._randomness import preserve_global_rng
 from .._stats import LoaderStats
-from ._profile import Headroom, Profile, Scaling, Span
+from ._profile import Headroom, Profile, Scaling
 
 __all__ = ["make_profile"]
 
@@ -72,7 +72,7 @@ class _Run:
     stats: LoaderStats
 
     def __init__(self) -> None:
-        self.laps: list[Lap] = []
+        self.laps: list[Span] = []
         self._kept: list[Any] = []
         self._first_step_seconds = 0.0
 
@@ -81,7 +81,7 @@ class _Run:
     ) -> None:
         iterator = iter(loader)
         try:
-            loader._epochs.measurement.record_with(self.laps.append)
+            loader._epochs.clock.record_spans(self.laps.append)
             for batch in itertools.islice(iterator, num_batches):
                 if step is not None:
                     self._step(step, batch)
@@ -146,7 +146,7 @@ def _twin(loader: DataLoader[Any]) -> DataLoader[Any]:
     for name in ("sampler", "batch_sampler"):
         if state.get(name) is not None:
             state[name] = _copied_sampler(state[name], loader.dataset)
-    twin.__setstate__(state)
+    twin.__dict__.update(state)
     return twin
 
 
@@ -192,19 +192,11 @@ def _samplers_kept(loader: DataLoader[Any]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _spans(laps: list[Lap]) -> Iterator[Span]:
-    laps = sorted(laps.copy(), key=lambda lap: lap.started)
-    began = laps[0].started if laps else 0.0
-    for lap in laps:
-        yield Span(
-            stage=lap.stage,
-            worker=lap.worker,
-            started_seconds=lap.started - began,
-            seconds=lap.ended - lap.started,
-            batch=lap.batch,
-            num_samples=lap.num_samples,
-            index=lap.index,
-        )
+def _spans(laps: list[Span]) -> Iterator[Span]:
+    laps = sorted(laps.copy(), key=lambda span: span.started_seconds)
+    began = laps[0].started_seconds if laps else 0.0
+    for span in laps:
+        yield dataclasses.replace(span, started_seconds=span.started_seconds - began)
 
 
 # -- each stage by itself -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data.graph_settings import apply_sharding
 
 from .._device import Transfer
-from .._engine import Measurement
+from .._engine import EpochClock
 from .._randomness import (
     RandomnessOfSamples,
     SampleGenerators,
@@ -42,7 +42,7 @@ class CallerSource:
             self.receive = lambda batch: way.receive(way.send(batch))
         self._is_closed = False
         self._rng: Any = _nothing
-        self.measurement = Measurement("caller")
+        self.clock = EpochClock("caller")
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -140,8 +140,11 @@ class CallerSource:
         with restore_current_rng(), self._rng:
             return self._make(next(self._draws))
 
-    def close(self) -> None:
+    def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (there are no workers)
         self._is_closed = True
+
+    def close_with(self, holder: Any) -> None:
+        pass
 
 
 def _samples(dataset: Any, drawn: Any, batched: bool) -> Any:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .._engine import Measurement
+from .._engine import EpochClock
 from .._resume import Progress
 from .._settings import LoaderSettings
 
@@ -28,7 +28,7 @@ class BatchSource(Protocol):
     """Where batches come from. It neither saves nor transfers: the iterator does."""
 
     @property
-    def measurement(self) -> Measurement:
+    def clock(self) -> EpochClock:
         """The clocks of the epoch that runs."""
 
     @property
@@ -47,8 +47,11 @@ class BatchSource(Protocol):
     def next(self) -> Delivery:
         """Return the next batch; raise StopIteration at the end of the epoch."""
 
-    def close(self) -> None:
-        """End the workers."""
+    def close(self, *, quickly: bool = False) -> None:
+        """End the workers, and wait for them; only for a moment if it has to be quick."""
+
+    def close_with(self, holder: Any) -> None:
+        """Close when the holder is garbage-collected."""
 
 
 class Made:

@@ -17,10 +17,10 @@ from .._dataset import Hooks
 from .._device import Transfer
 from .._engine import (
     AsyncStage,
+    EpochClock,
     ExecutorStage,
     InFlight,
     IterableStage,
-    Measurement,
     NotInTime,
     OnSampleError,
     PendingBatch,
@@ -93,13 +93,12 @@ class ThreadSource:
         self._pipeline = _make_pipeline(settings, self._worker_setup)
         self._epoch.draw_again(settings)
 
-    def close_with(self, holder: Any) -> Any:
-        """Close when the holder is collected. The holder has to keep what this returns."""
-        return self._pipeline.lifetime.close_with(holder)
+    def close_with(self, holder: Any) -> None:
+        self._pipeline.lifetime.close_with(holder)
 
     @property
-    def measurement(self) -> Measurement:
-        return self._pipeline.measurement
+    def clock(self) -> EpochClock:
+        return self._pipeline.clock
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -142,8 +141,12 @@ class ThreadSource:
         finally:
             torch.set_num_threads(num_threads)
 
-    def close(self) -> None:
-        self._pipeline.close()
+    def close(self, *, quickly: bool = False) -> None:
+        lifetime = self._pipeline.lifetime
+        if quickly:
+            lifetime.close_quickly()
+        else:
+            lifetime.close()
 
 
 def _describe(in_flight: list[InFlight], dataset: Any) -> str:
@@ -151,9 +154,9 @@ def _describe(in_flight: list[InFlight], dataset: Any) -> str:
     lines = []
     for number, item in enumerate(in_flight[:_MAX_LISTED]):
         if item.slot is None:
-            what = f"batch {item.record.number}"
+            what = f"batch {item.batch.number}"
         else:
-            what = f"sample index {item.index!r} (batch {item.record.number})"
+            what = f"sample index {item.index!r} (batch {item.batch.number})"
             if (path := path_of(dataset, item.index)) is not None:
                 what = f"{what}, {path},"
         lines.append(f"  {what} in the {item.stage} stage for {item.seconds:.1f} s")
@@ -194,11 +197,13 @@ def _make_pipeline(settings: LoaderSettings, worker_setup: WorkerSetup) -> Pipel
     num_cpu_workers = settings.num_cpu_workers or settings.num_workers
     cpu_ids = range(num_cpu_workers)
     takes_executor = settings.preprocess_executor is not None and hooks.preprocess is not None
+    only_collates = takes_executor or hooks.preprocess is None
     preprocess = ThreadStage(
-        "collate" if takes_executor or hooks.preprocess is None else "preprocess",
+        "collate" if only_collates else "preprocess",
         cpu_ids,
         worker_setup.preprocess_worker,
         is_first=hooks.load is None,
+        only_collates=only_collates,
         takes_whole_batch=hooks.preprocess_takes_batch,
         transfer_stage=transfer,
         on_sample_error=on_sample_error,
@@ -263,24 +268,26 @@ class _Replacement:
         self._first_stage = weakref.ref(stage)
 
     def __call__(
-        self, record: PendingBatch, slot: int, stage: str, error: BaseException
+        self, batch: PendingBatch, slot: int, stage: str, error: BaseException
     ) -> BaseException | None:
-        failure = self._bad_sample_policy.record(record.indices[slot], self._dataset, stage, error)
+        failure = self._bad_sample_policy.record(batch.indices[slot], self._dataset, stage, error)
         if failure is not None:
             failure.__cause__ = error
             return failure
-        if slot not in record.substitutes:
-            record.substitutes[slot] = substitutes(record.originals, slot, record.before)
+        if slot not in batch.substitutes:
+            batch.substitutes[slot] = substitutes(
+                batch.original_indices, slot, batch.earlier_indices
+            )
         first_stage = self._first_stage()
-        if not record.substitutes[slot] or first_stage is None:
+        if not batch.substitutes[slot] or first_stage is None:
             return error
-        record.indices[slot] = record.substitutes[slot].pop(0)
-        first_stage.put(record, [slot])
+        batch.indices[slot] = batch.substitutes[slot].pop(0)
+        first_stage.put(batch, [slot])
         return None
 
 
 def _num_to_keep_busy(settings: LoaderSettings, hooks: Hooks, num_io_workers: int) -> int:
-    """How many batches in flight keep the load stage's workers busy."""
+    """Return how many batches in flight keep the load stage's workers busy."""
     if hooks.load_takes_batch:
         return num_io_workers
     if settings.batch_sampler is None:

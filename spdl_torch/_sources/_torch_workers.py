@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import (
 )
 
 from .._device import transfer
-from .._engine import Measurement
+from .._engine import EpochClock
 from .._randomness import KeyedIterable, show_dataset
 from .._resume import IterableProgress, MapProgress, Progress
 from .._samples import keyed_collate, keyed_dataset, keyed_draws
@@ -195,7 +195,7 @@ class TorchWorkersSource:
             self.receive = partial(transfer, device=device)
         assert settings.prefetch_factor is not None
         self._window = settings.prefetch_factor * settings.num_workers
-        self.measurement = Measurement("multiprocessing", window=self._window)
+        self.clock = EpochClock("multiprocessing", window=self._window)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -211,7 +211,7 @@ class TorchWorkersSource:
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         self._num_delivered = 0
-        self.measurement = Measurement("multiprocessing", window=self._window)
+        self.clock = EpochClock("multiprocessing", window=self._window)
         progress.restore_dataset(settings.dataset, has_begun=True)
         if self._workers is None:
             self._workers = _Workers(settings, progress)
@@ -240,7 +240,10 @@ class TorchWorkersSource:
         self._num_delivered += 1
         return Made(number, batch, failure)
 
-    def close(self) -> None:
+    def close_with(self, holder: Any) -> None:
+        pass  # torch's own iterator ends its processes when it is collected.
+
+    def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (torch decides)
         self._is_closed = True
         if self._workers is not None:
             self._workers.close()

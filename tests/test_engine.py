@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from spdl_torch._engine import NotInTime, PendingBatch, Pipeline, ThreadStage
-from spdl_torch._engine._meter import ConsumerMeter
-from spdl_torch._engine._signal import Signal
+from spdl_torch._engine._clock import ConsumerClock
+from spdl_torch._engine._epoch import Epoch
+from spdl_torch._engine._threads import TaskQueue
 from spdl_torch._engine._window import Window
 
 from .conftest import own_thread_names
@@ -17,7 +18,7 @@ from .datasets import PATIENCE_SECONDS
 
 def fused(operation, collate=list, width=2):
     return ThreadStage(
-        "preprocess", range(width), lambda worker_id, place: (operation, collate), is_first=True
+        "preprocess", range(width), lambda worker_id, cursor: (operation, collate), is_first=True
     )
 
 
@@ -30,28 +31,30 @@ def pipeline_of(*stages, capacity=4, in_order=True):
 def batches_of(pipeline, source):
     pipeline.begin(iter(source))
     found = []
-    while (record := pipeline.next(None)) is not None:
-        found.append(record.take())
+    while (batch := pipeline.next(None)) is not None:
+        found.append(batch.result())
     return found
 
 
-def test_batches_come_in_the_order_of_the_source():
+def test_batches_keep_their_order():
+    """Batches come in the order of the draws."""
     pipeline = pipeline_of(fused(lambda index: -index))
     assert batches_of(pipeline, [[1, 2], [3], [4, 5, 6]]) == [[-1, -2], [-3], [-4, -5, -6]]
-    pipeline.close()
+    pipeline.lifetime.close()
 
 
-def test_the_same_threads_serve_one_epoch_after_the_other():
+def test_threads_serve_several_epochs():
+    """The same threads serve one epoch after the other."""
     pipeline = pipeline_of(fused(lambda index: threading.get_ident()))
     idents = {i for _ in range(3) for batch in batches_of(pipeline, [[1] * 5] * 9) for i in batch}
     assert idents <= {thread.ident for thread in pipeline.threads}
-    pipeline.close()
+    pipeline.lifetime.close()
 
 
 @pytest.mark.parametrize("width", [1, 2, 8])
 @pytest.mark.parametrize("capacity", [1, 2, 7])
-def test_all_samples_of_all_batches_meet_at_a_barrier_of_all_workers(width, capacity):
-    """Whoever is called to a job takes single samples, so no sample waits behind another."""
+def test_samples_meet_at_a_barrier(width, capacity):
+    """Workers claim single samples, so no sample waits behind another."""
 
     def meet(index):
         barrier.wait(PATIENCE_SECONDS)
@@ -63,10 +66,12 @@ def test_all_samples_of_all_batches_meet_at_a_barrier_of_all_workers(width, capa
     # More than one epoch: the second begins with an estimate of how cheap the samples are.
     for _ in range(3):
         assert batches_of(pipeline, source) == source
-    pipeline.close()
+    pipeline.lifetime.close()
 
 
-def test_a_worker_that_takes_long_over_cheap_looking_work_does_not_keep_it_from_the_others():
+def test_idle_workers_take_over():
+    """A worker stuck on work that seemed cheap does not keep the rest of it from the others."""
+
     def sample(index):
         if index == "slow":
             assert others_are_done.wait(PATIENCE_SECONDS)
@@ -82,10 +87,12 @@ def test_a_worker_that_takes_long_over_cheap_looking_work_does_not_keep_it_from_
     # until another worker has come to the last.
     source = [["slow", 1], [2, 3], [4, 5], [6, "last"]]
     assert batches_of(pipeline, source) == source
-    pipeline.close()
+    pipeline.lifetime.close()
 
 
-def test_only_the_batch_of_a_failed_sample_fails():
+def test_error_stays_in_its_batch():
+    """Only the batch of a failed sample fails."""
+
     def sample(index):
         if index == 3:
             raise LookupError(index)
@@ -93,15 +100,16 @@ def test_only_the_batch_of_a_failed_sample_fails():
 
     pipeline = pipeline_of(fused(sample))
     pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
-    assert pipeline.next(None).take() == [1, 2]
+    assert pipeline.next(None).result() == [1, 2]
     failed = pipeline.next(None)
-    assert pipeline.next(None).take() == [5, 6]
+    assert pipeline.next(None).result() == [5, 6]
     with pytest.raises(LookupError):
-        failed.take()
-    pipeline.close()
+        failed.result()
+    pipeline.lifetime.close()
 
 
-def test_not_in_time_can_be_asked_again():
+def test_timeout_can_be_repeated():
+    """After a timeout the same batch can be asked for again."""
     gate = threading.Event()
     pipeline = pipeline_of(fused(lambda index: gate.wait(PATIENCE_SECONDS)))
     pipeline.begin(iter([[1], [2]]))
@@ -109,11 +117,13 @@ def test_not_in_time_can_be_asked_again():
         with pytest.raises(NotInTime):
             pipeline.next(0.01)
     gate.set()
-    assert pipeline.next(None).take() == [True]
-    pipeline.close()
+    assert pipeline.next(None).result() == [True]
+    pipeline.lifetime.close()
 
 
-def test_a_worker_that_does_not_come_back_is_left_behind_with_a_warning():
+def test_stuck_worker_warns_on_close(monkeypatch):
+    """Closing warns about a worker that stays inside the user's code for longer than the grace."""
+    monkeypatch.setattr("spdl_torch._engine._threads._GRACE_SECONDS", 0.01)
     gate, is_waiting = threading.Event(), threading.Event()
 
     def wait(index):
@@ -126,70 +136,22 @@ def test_a_worker_that_does_not_come_back_is_left_behind_with_a_warning():
         pipeline.next(0.01)
     assert is_waiting.wait(PATIENCE_SECONDS)
     with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
-        pipeline.lifetime.close(grace_seconds=0.0)
+        pipeline.lifetime.close()
     gate.set()
     for thread in pipeline.threads:
         thread.join(PATIENCE_SECONDS)
     assert own_thread_names() == []
 
 
-class Interrupted(ThreadStage):
-    """Ctrl-C is pressed when the first batches have been handed out."""
-
-    was_interrupted = False
-
-    def open(self, records):
-        num_opened = super().open(records)
-        if not self.was_interrupted:
-            self.was_interrupted = True
-            raise KeyboardInterrupt
-        return num_opened
-
-
-def test_workers_can_go_on_with_batches_that_an_interrupted_loop_has_given_up():
-    """They are at them already, and must not take their own errors for those of the samples."""
-    gate = threading.Event()
-    failed = []
-
-    def load(index):
-        assert gate.wait(PATIENCE_SECONDS)
-        return index
-
-    def remedy(record, slot, stage, error):
-        failed.append(error)
-        return error
-
-    behind = fused(lambda index: index)
-    first = Interrupted(
-        "load",
-        range(2),
-        lambda worker_id, place: (load, None),
-        is_first=True,
-        next_stage=behind,
-        on_sample_error=remedy,
-    )
-    pipeline = pipeline_of(first, behind, capacity=2)
-    pipeline.begin(iter([[1, 2], [3, 4], [5, 6], [7, 8]]))
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.next(None)
-    gate.set()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="interrupted"):
-            pipeline.next(None).take()
-    assert [pipeline.next(None).take() for _ in range(2)] == [[5, 6], [7, 8]]
-    pipeline.close()
-    assert failed == []
-
-
 class Closing(ThreadStage):
     """Another thread closes the pipeline just before an epoch is broken off."""
 
     def close_before_it_is_abandoned(self, pipeline):
-        [group] = self.workers
+        [group] = self.groups
         abandon = group.abandon
 
         def close_and_abandon():
-            closer = threading.Thread(target=pipeline.lifetime.close, kwargs={"grace_seconds": 0.0})
+            closer = threading.Thread(target=pipeline.lifetime.close_quickly)
             closer.start()
             closer.join(PATIENCE_SECONDS)
             abandon()
@@ -198,7 +160,8 @@ class Closing(ThreadStage):
 
 
 @pytest.mark.filterwarnings("ignore:.* still inside")
-def test_an_epoch_that_begins_while_the_pipeline_is_closed_leaves_no_worker():
+def test_close_during_begin():
+    """An epoch that begins while another thread closes the pipeline leaves no worker."""
     stage = Closing("preprocess", range(2), lambda *_: (abs, list), is_first=True)
     pipeline = pipeline_of(stage)
     pipeline.begin(iter([[1]]))
@@ -210,8 +173,10 @@ def test_an_epoch_that_begins_while_the_pipeline_is_closed_leaves_no_worker():
 
 
 @pytest.mark.parametrize("num_started", [0, 1])
-def test_closing_while_workers_are_being_set_up_ends_them(num_started):
-    def set_up(worker_id, place):
+def test_close_during_set_up(num_started):
+    """Closing while workers are being set up ends them."""
+
+    def set_up(worker_id, cursor):
         if worker_id == num_started:
             in_set_up.set()
             assert may_go_on.wait(PATIENCE_SECONDS)
@@ -230,7 +195,8 @@ def test_closing_while_workers_are_being_set_up_ends_them(num_started):
         except RuntimeError as error:
             outcome.append(error)
 
-    consumer, closer = threading.Thread(target=consume), threading.Thread(target=pipeline.close)
+    consumer = threading.Thread(target=consume)
+    closer = threading.Thread(target=pipeline.lifetime.close)
     consumer.start()
     assert in_set_up.wait(PATIENCE_SECONDS)
     closer.start()
@@ -242,18 +208,19 @@ def test_closing_while_workers_are_being_set_up_ends_them(num_started):
     assert own_thread_names() == []
 
 
-def test_two_stages_hand_over_every_sample_once():
+def test_stages_pass_samples_once():
+    """Two stages pass on every sample exactly once."""
     loaded, preprocessed = [], []
     preprocess = ThreadStage(
         "preprocess",
         range(3),
-        lambda worker_id, place: (lambda raw: preprocessed.append(raw) or -raw, list),
+        lambda worker_id, cursor: (lambda raw: preprocessed.append(raw) or -raw, list),
         is_first=False,
     )
     load = ThreadStage(
         "load",
         range(3, 8),
-        lambda worker_id, place: (lambda index: loaded.append(index) or index, None),
+        lambda worker_id, cursor: (lambda index: loaded.append(index) or index, None),
         is_first=True,
         next_stage=preprocess,
         collate_stage=preprocess,
@@ -262,7 +229,7 @@ def test_two_stages_hand_over_every_sample_once():
     source = [list(range(n, n + 11)) for n in range(0, 1100, 11)]
     assert batches_of(pipeline, source) == [[-n for n in indices] for indices in source]
     assert sorted(loaded) == sorted(preprocessed) == list(range(1100))
-    pipeline.close()
+    pipeline.lifetime.close()
 
 
 # -- how many workers load a batch -----------------------------------------------------------------
@@ -270,12 +237,12 @@ def test_two_stages_hand_over_every_sample_once():
 
 def staged(load, preprocess, num_load_workers=4):
     preprocess_stage = ThreadStage(
-        "preprocess", range(2), lambda worker_id, place: (preprocess, list), is_first=False
+        "preprocess", range(2), lambda worker_id, cursor: (preprocess, list), is_first=False
     )
     load_stage = ThreadStage(
         "load",
         range(2, 2 + num_load_workers),
-        lambda worker_id, place: (load, None),
+        lambda worker_id, cursor: (load, None),
         is_first=True,
         next_stage=preprocess_stage,
         collate_stage=preprocess_stage,
@@ -287,7 +254,8 @@ CHEAP = [[0] * 64] * 8
 """An epoch of these tells the engine that samples are cheap, and one worker enough for a batch."""
 
 
-def test_all_workers_are_called_to_load_what_the_next_stage_has_to_wait_for():
+def test_starved_stage_wakes_loaders():
+    """All workers load what an idle next stage waits for."""
     barrier = threading.Barrier(4)
 
     def load(index):
@@ -298,12 +266,13 @@ def test_all_workers_are_called_to_load_what_the_next_stage_has_to_wait_for():
     pipeline = pipeline_of(*staged(load, lambda index: index))
     batches_of(pipeline, CHEAP)
     pipeline.begin(iter([[1, 2, 3, 4]]))
-    # Sooner than the consumer calls everybody, waited for or not.
-    assert pipeline.next(0.9).take() == [1, 2, 3, 4]
-    pipeline.close()
+    # Sooner than the consumer wakes all idle workers in any case.
+    assert pipeline.next(0.4).result() == [1, 2, 3, 4]
+    pipeline.lifetime.close()
 
 
-def test_samples_that_wait_for_each_other_are_loaded_though_the_next_stage_is_busy():
+def test_dependent_samples_do_not_deadlock():
+    """Samples that wait for each other are loaded although the next stage is busy."""
     second_is_loaded = threading.Event()
 
     def load(index):
@@ -321,14 +290,14 @@ def test_samples_that_wait_for_each_other_are_loaded_though_the_next_stage_is_bu
     pipeline = pipeline_of(*staged(load, preprocess))
     batches_of(pipeline, CHEAP)
     assert batches_of(pipeline, [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
-    pipeline.close()
+    pipeline.lifetime.close()
 
 
 # -- which finished batch is delivered -------------------------------------------------------------
 
 
 class Watched:
-    """A first stage without threads: its workers go on whenever the consumer looks in vain.
+    """A first stage without threads: its workers go on when the consumer finds nothing finished.
 
     Args:
         finished_by: which batches are finished, in this order, just after the consumer has seen
@@ -338,27 +307,29 @@ class Watched:
 
     def __init__(self, finished_by):
         self.finished_by = dict(finished_by)
-        self.records = {}
+        self.batches = {}
         self.num_looks = {}
 
-    def open(self, records):
-        for record in records:
-            record.__class__ = WatchedRecord
-            record.drawn = self
-            self.records[record.number] = record
-        return len(records)
+    def open(self, batch):
+        batch.__class__ = WatchedBatch
+        batch.drawn = self
+        self.batches[batch.number] = batch
+        return True
 
-    def num_samples_per_task(self):
-        return 1
+    def wake(self, **_):
+        pass
+
+    def wake_idle(self, **_):
+        pass
 
     def go_on_after_look(self, number):
         self.num_looks[number] = num_looks = self.num_looks.get(number, 0) + 1
         for finished in self.finished_by.pop((number, num_looks), ()):
-            self.records[finished].finish(finished)
-            self.records[finished].signal.set()
+            self.batches[finished].finish(finished)
+            self.batches[finished].epoch.wake_consumer()
 
 
-class WatchedRecord(PendingBatch):
+class WatchedBatch(PendingBatch):
     __slots__ = ()
 
     @property
@@ -376,71 +347,136 @@ class WatchedRecord(PendingBatch):
 @pytest.mark.parametrize(
     "finished_by",
     [
-        pytest.param({(0, 1): [0, 1, 2]}, id="while the consumer looks"),
+        pytest.param({(0, 2): [0, 1, 2]}, id="while the consumer looks"),
         # It has found batch 2, of another worker, when it looks whether one before it is finished.
-        pytest.param({(1, 1): [2], (0, 2): [0, 1]}, id="while it looks once more"),
+        pytest.param({(1, 1): [2], (0, 3): [0, 1]}, id="while it looks once more"),
     ],
 )
-def test_without_order_the_batches_of_one_worker_are_not_swapped(finished_by):
+def test_unordered_keeps_worker_order(finished_by):
     """Batches 0 and 1 are of one worker, which finishes them one after the other."""
     stage = Watched(finished_by)
     window = Window(
         iter([[0], [1], [2]]),
         stage,
-        Signal(),
-        ConsumerMeter(),
+        Epoch(),
+        ConsumerClock(),
+        last_stage=None,
         capacity=3,
         in_order=False,
         batched=True,
+        locate=None,
     )
     delivered = []
-    while (record := window.next(PATIENCE_SECONDS)) is not None:
-        delivered.append(record.take())
+    while (batch := window.next(PATIENCE_SECONDS)) is not None:
+        delivered.append(batch.result())
     assert stage.finished_by == {}
     assert sorted(delivered) == [0, 1, 2]
     assert delivered.index(0) < delivered.index(1)
 
 
-class ExhaustedRecord(PendingBatch):
-    """Turns out to be exhausted just after the consumer has seen that it is not."""
+class ExhaustedBatch(PendingBatch):
+    """Is exhausted and finished just after the consumer has seen that it is not finished."""
 
     __slots__ = ()
 
     @property
-    def is_exhausted(self):
-        is_exhausted = PendingBatch.is_exhausted.__get__(self)
-        if not is_exhausted and not self.is_finished:
-            PendingBatch.is_exhausted.__set__(self, True)
+    def is_finished(self):
+        is_finished = PendingBatch.is_finished.__get__(self)
+        if not is_finished:
+            self.is_exhausted = True
             self.finish()
-            self.signal.set()
-        return is_exhausted
+            self.epoch.wake_consumer()
+        return is_finished
 
-    @is_exhausted.setter
-    def is_exhausted(self, is_exhausted):
-        PendingBatch.is_exhausted.__set__(self, is_exhausted)
+    @is_finished.setter
+    def is_finished(self, is_finished):
+        PendingBatch.is_finished.__set__(self, is_finished)
 
 
 class Exhausted:
     """A first stage that has nothing to make batches of."""
 
-    def open(self, records):
-        for record in records:
-            record.__class__ = ExhaustedRecord
-        return len(records)
+    def open(self, batch):
+        batch.__class__ = ExhaustedBatch
+        return True
 
-    def num_samples_per_task(self):
-        return 1
+    def wake(self, **_):
+        pass
+
+    def wake_idle(self, **_):
+        pass
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_batch_that_there_is_nothing_for_is_not_delivered(in_order):
+def test_exhausted_batch_is_skipped(in_order):
+    """A batch that a worker has nothing left for is not delivered."""
     window = Window(
         iter([[0], [1]]),
         Exhausted(),
-        Signal(),
-        ConsumerMeter(),
+        Epoch(),
+        ConsumerClock(),
+        last_stage=None,
         capacity=2,
         in_order=in_order,
         batched=True,
+        locate=None,
     )
     assert window.next(PATIENCE_SECONDS) is None
+
+
+# -- wake-ups --------------------------------------------------------------------------------------
+
+
+def test_queue_loses_no_wakeup():
+    """Every task is taken although workers go to sleep between any two of them."""
+    queue, taken = TaskQueue(), []
+
+    def serve():
+        wakeup = threading.Lock()
+        wakeup.acquire()
+        while (task := queue.get(wakeup)) is not None:
+            taken.append(task)
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for task in range(5000):
+        queue.put(task)
+        if task % 7 == 0:
+            while len(taken) <= task:  # All workers go to sleep.
+                threading.Event().wait(0)
+    while len(taken) < 5000:
+        threading.Event().wait(0)
+    queue.close()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert sorted(taken) == list(range(5000))
+
+
+def test_lowest_slot_error_wins():
+    """The error of a batch does not depend on which worker was quicker."""
+    batch = PendingBatch(Epoch(), 0, [1, 2, 3], [1, 2, 3])
+    for slot in (2, 0, 1):
+        batch.fail(slot, KeyError(slot))
+    with pytest.raises(KeyError, match="0"):
+        batch.result()
+
+
+def test_slot_settles_the_batch_once():
+    """Exactly one of many concurrent callers settles the last slot."""
+    for _ in range(50):
+        batch = PendingBatch(Epoch(), 0, None, list(range(16)))
+        start, last = threading.Barrier(16), []
+
+        def settle(batch=batch, start=start, last=last):
+            start.wait()
+            if batch.settle(1):
+                last.append(1)
+
+        threads = [threading.Thread(target=settle) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert last == [1]

@@ -1,0 +1,641 @@
+"""What the workers and the consumer do with their time.
+
+Each thread has one clock, and is the only one that writes it; work on a sample costs it no more
+than a few additions. Readers add up the clocks of a stage. Counters are never set back: an epoch is
+the difference of two readings. A reader may see a clock in the middle of a step, and is then off by
+that step. Clocks refer to nothing of the user's, so they may outlive everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, log2
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+__all__ = [
+    "SPAN_SECONDS",
+    "ConsumerClock",
+    "ConsumerReading",
+    "EpochClock",
+    "EpochReading",
+    "FutureClock",
+    "Recorder",
+    "Span",
+    "StageClock",
+    "StageStats",
+    "TaskClock",
+    "ThreadStageClock",
+    "WorkerClock",
+]
+
+SPAN_SECONDS: Final = 0.0002
+"""Samples that take longer are timed one by one. Cheaper ones are timed together, batch by batch:
+reading the clocks takes a microsecond."""
+
+_CPU_READ_SECONDS: Final = 0.001
+"""How often a thread with short tasks reads its CPU time."""
+
+_QUEUE_READ_SECONDS: Final = 0.05
+"""How often a thread reads how long it waited for a core, which takes some ten microseconds."""
+
+_NUM_PER_OCTAVE: Final = 8
+_NUM_BELOW_A_SECOND: Final = 24 * _NUM_PER_OCTAVE
+_NUM_BUCKETS: Final = _NUM_BELOW_A_SECOND + 16 * _NUM_PER_OCTAVE
+"""Buckets of a histogram from 60 nanoseconds to some hours, each nine percent wider than the one
+before."""
+
+_MIDDLE_OF_BUCKET: Final = 2 ** (-0.5 / _NUM_PER_OCTAVE)
+
+
+# -- what is read -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """One stage during an epoch, its workers added up.
+
+    Examples:
+        >>> import torch, spdl_torch
+        >>> loader = spdl_torch.DataLoader(torch.arange(100.0), batch_size=10, num_workers=2)
+        >>> batches = list(loader)
+        >>> loader.stats().stage("preprocess").num_samples
+        100
+
+    """
+
+    __module__ = "spdl_torch"
+
+    name: str
+    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
+    that is not split into stages does all its work in `preprocess`."""
+    width: int | None
+    """How many samples it can work on at a time; None if its executor does not say. `collate` is
+    done by the workers of the stage before it."""
+    elapsed_seconds: float
+    """Of the epoch so far. All seconds below are summed over the workers, up to `width` times as
+    many."""
+    num_samples: int
+    """Finished samples (batches, for `collate` and `transfer`)."""
+    busy_seconds: float
+    """Spent on samples, in wall-clock time. Near `width × elapsed_seconds`: this stage is the
+    bottleneck."""
+    cpu_seconds: float
+    """Of the busy seconds, those on a core."""
+    queued_seconds: float
+    """Of the busy seconds, those spent ready to run while all cores were taken: too many threads,
+    or other programs. The rest of `busy_seconds` is waiting for I/O or for the GIL. (On Linux;
+    elsewhere 0.)"""
+    num_in_flight: int
+    """Samples in work now (batches, for `collate` and `transfer`)."""
+    histogram: tuple[tuple[float, int], ...] = field(repr=False)
+    """How many samples took at most so many seconds and more than the line before."""
+    workers: Literal["thread", "async", "executor"] = "thread"
+    """What the workers are; `async` stands for calls on an event loop."""
+
+    @property
+    def samples_per_second(self) -> float:
+        return _ratio(self.num_samples, self.elapsed_seconds)
+
+    @property
+    def num_busy(self) -> float:
+        """How many workers were busy, on average."""
+        num_busy = _ratio(self.busy_seconds, self.elapsed_seconds)
+        # Workers may go on with what they did when the epoch was abandoned.
+        return num_busy if self.width is None else min(num_busy, float(self.width))
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the workers' time in which they were busy; 0 if the width is unknown."""
+        return _ratio(self.num_busy, self.width or 0)
+
+    @property
+    def mean_seconds(self) -> float:
+        """Per sample; per batch for `collate` and `transfer`."""
+        return _ratio(self.busy_seconds, self.num_samples)
+
+    @property
+    def p50_seconds(self) -> float:
+        return self._quantile(0.5)
+
+    @property
+    def p99_seconds(self) -> float:
+        """Far above `p50_seconds`: a few slow samples hold up their batches.
+
+        A larger `buffer_size` or `in_order=False` helps. (Of samples below a fifth of a
+        millisecond only the mean of each batch is measured.)
+        """
+        return self._quantile(0.99)
+
+    def _quantile(self, share: float) -> float:
+        remaining = share * sum(count for _, count in self.histogram)
+        for seconds, count in self.histogram:
+            remaining -= count
+            if remaining <= 0:
+                return seconds * _MIDDLE_OF_BUCKET
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of work of one worker, in the timeline of a `Profile`.
+
+    Examples:
+        >>> import torch, spdl_torch
+        >>> loader = spdl_torch.DataLoader(torch.arange(100.0), batch_size=10, num_workers=1)
+        >>> spans = loader.profile(4, sweep=False).spans
+        >>> sorted({span.stage for span in spans if span.worker != "loop"})
+        ['collate', 'preprocess']
+
+    """
+
+    __module__ = "spdl_torch"
+
+    stage: str
+    worker: str
+    started_seconds: float
+    """Since the first span of the profile."""
+    seconds: float
+    batch: int
+    num_samples: int
+    index: str | None
+    """Of the sample, as text; None if it was not one sample."""
+
+
+Recorder = Callable[[Span], None]
+"""Receives every span, with `started_seconds` as `time.monotonic` counts them."""
+
+
+class Counter:
+    """What one worker did for one stage. The sum of several workers is one, too."""
+
+    __slots__ = ("busy_seconds", "counts", "cpu_seconds", "num_samples", "queued_seconds")
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.busy_seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.queued_seconds = 0.0
+        self.counts = [0] * _NUM_BUCKETS
+
+    def add(self, num_samples: int, seconds: float) -> None:
+        """Count samples that took so long together."""
+        self.busy_seconds += seconds
+        if num_samples > 0:
+            self.num_samples += num_samples
+            each = seconds / num_samples
+            bucket = ceil(log2(each) * _NUM_PER_OCTAVE) + _NUM_BELOW_A_SECOND if each > 6e-8 else 0
+            self.counts[min(bucket, _NUM_BUCKETS - 1)] += num_samples
+
+    def combine(self, other: Counter, sign: int = 1) -> None:
+        """Add another counter to this one, or subtract it."""
+        self.num_samples += sign * other.num_samples
+        self.busy_seconds += sign * other.busy_seconds
+        self.cpu_seconds += sign * other.cpu_seconds
+        self.queued_seconds += sign * other.queued_seconds
+        self.counts = [a + sign * b for a, b in zip(self.counts, other.counts, strict=True)]
+
+    def histogram(self) -> tuple[tuple[float, int], ...]:
+        filled = [bucket for bucket, count in enumerate(self.counts) if count > 0]
+        buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
+        return tuple(
+            (float(2.0 ** ((bucket - _NUM_BELOW_A_SECOND) / _NUM_PER_OCTAVE)), self.counts[bucket])
+            for bucket in buckets
+        )
+
+
+class Reading(NamedTuple):
+    """One stage from when its clocks were made until now."""
+
+    name: str
+    width: int | None
+    counter: Counter
+    num_in_flight: int
+    workers: Literal["thread", "async", "executor"]
+
+
+class StageClock(Protocol):
+    """Reads all clocks of a stage."""
+
+    def read(self, now: float) -> list[Reading]: ...
+
+    def record_spans(self, recorder: Recorder) -> None:
+        """Have every span of work passed to a function, for a timeline."""
+
+
+# -- worker threads -------------------------------------------------------------------------------
+
+
+class WorkerClock:
+    """One worker thread: working on samples, on a batch, or idle."""
+
+    __slots__ = (
+        "_cpu_at",
+        "_cpu_read",
+        "_queued_at",
+        "_queued_read",
+        "at",
+        "batches",
+        "current",
+        "recorder",
+        "samples",
+        "worker",
+    )
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.samples = Counter()
+        self.batches = Counter()
+        """The batches that it collated."""
+        self.current: Counter | None = None
+        """What it works on now; None while it is idle."""
+        self.at = 0.0
+        """Since when."""
+        self.recorder: Recorder | None = None
+        self._cpu_at = self._cpu_read = 0.0
+        self._queued_at = self._queued_read = 0.0
+
+    def start(self) -> None:
+        """Begin to measure the calling thread."""
+        self._queued_at = _seconds_in_queue()
+        self._cpu_at = time.thread_time()
+        self.at = time.monotonic()
+
+    def begin(self) -> float:
+        """Begin to work on samples; return the time."""
+        self.at = now = time.monotonic()
+        self.current = self.samples
+        return now
+
+    def lap(self, stage: str, batch: int, num_samples: int, index: Any = None) -> float:
+        """Count what was done since the last call, and begin to work on samples; return the time.
+
+        Args:
+            stage: what was done.
+            batch: the number of the batch it was done for.
+            num_samples: how many samples were finished; batches, if a batch was collated.
+            index: of the sample, if it was one.
+
+        """
+        now = time.monotonic()
+        counter = self.current
+        assert counter is not None, "a worker counts work that it has not begun"
+        seconds = now - self.at
+        if now - self._cpu_read > _CPU_READ_SECONDS:
+            self._read_cpu(counter, now)
+        counter.add(num_samples, seconds)
+        if self.recorder is not None:
+            text = _text_of(index)
+            self.recorder(Span(stage, self.worker, self.at, seconds, batch, num_samples, text))
+        self.at = now
+        self.current = self.samples
+        return now
+
+    def end(self) -> None:
+        self.current = None
+
+    def _read_cpu(self, counter: Counter, now: float) -> None:
+        """Count CPU time, and time spent waiting for a core, since this was last called."""
+        self._cpu_read = now
+        before, self._cpu_at = self._cpu_at, time.thread_time()
+        counter.cpu_seconds += self._cpu_at - before
+        if now - self._queued_read > _QUEUE_READ_SECONDS:
+            self._queued_read = now
+            before, self._queued_at = self._queued_at, _seconds_in_queue()
+            counter.queued_seconds += self._queued_at - before
+
+
+@dataclass
+class ThreadStageClock:
+    """A stage whose workers are threads."""
+
+    clocks: Sequence[WorkerClock]
+    samples: str | None
+    """The name of the stage that works on samples, if there is one."""
+    batches: str | None = None
+    """The name of the stage that makes batches of them, if there is one."""
+
+    def read(self, now: float) -> list[Reading]:
+        width = len(self.clocks)
+        readings = []
+        for name, kind in ((self.samples, "samples"), (self.batches, "batches")):
+            if name is None:
+                continue
+            total, num_in_flight = Counter(), 0
+            for clock in self.clocks:
+                counter: Counter = getattr(clock, kind)
+                at, is_current = clock.at, clock.current is counter
+                total.combine(counter)
+                if is_current:
+                    total.busy_seconds += max(0.0, now - at)
+                    num_in_flight += 1
+            readings.append(Reading(name, width, total, num_in_flight, "thread"))
+        return readings
+
+    def record_spans(self, recorder: Recorder) -> None:
+        for clock in self.clocks:
+            clock.recorder = recorder
+
+
+# -- other workers --------------------------------------------------------------------------------
+
+
+class TaskClock:
+    """Many calls in flight on the event loop of one thread, which alone writes this."""
+
+    def __init__(self, name: str, width: int) -> None:
+        self._name = name
+        self._width = width
+        self._counter = Counter()
+        self._num_in_flight = 0
+        self._at = self._cpu_at = self._cpu_read = 0.0
+        self._recorder: Recorder | None = None
+
+    def start(self) -> None:
+        self._cpu_at = time.thread_time()
+        self._at = time.monotonic()
+
+    def begin(self) -> float:
+        """Count one more call in flight; return the time."""
+        now = time.monotonic()
+        self._advance(now)
+        self._num_in_flight += 1
+        return now
+
+    def end(self, num_samples: int, since: float, batch: int, index: Any) -> None:
+        """Count the end of a call that began then and made so many samples."""
+        now = time.monotonic()
+        counter = self._counter
+        if now - self._cpu_read > _CPU_READ_SECONDS:
+            self._cpu_read = now
+            before, self._cpu_at = self._cpu_at, time.thread_time()
+            counter.cpu_seconds += self._cpu_at - before
+        self._advance(now)
+        self._num_in_flight -= 1
+        busy_seconds = counter.busy_seconds
+        counter.add(num_samples, now - since)
+        counter.busy_seconds = busy_seconds  # The time of all calls in flight is counted together.
+        if self._recorder is not None:
+            name, text = self._name, _text_of(index)
+            self._recorder(Span(name, name, since, now - since, batch, num_samples, text))
+
+    def _advance(self, now: float) -> None:
+        self._counter.busy_seconds += self._num_in_flight * (now - self._at)
+        self._at = now
+
+    def read(self, now: float) -> list[Reading]:
+        total = Counter()
+        at, num_in_flight = self._at, self._num_in_flight
+        total.combine(self._counter)
+        total.busy_seconds += num_in_flight * max(0.0, now - at)
+        return [Reading(self._name, self._width, total, num_in_flight, "async")]
+
+    def record_spans(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+
+class FutureClock:
+    """Samples in an executor's workers, which say how long they took. Any thread may write."""
+
+    def __init__(self, name: str, width: int | None) -> None:
+        self._name = name
+        self._width = width
+        self._counter = Counter()
+        # Reentrant: a garbage collection may run a task's callback in the thread that holds it.
+        self._lock = threading.RLock()
+        self._num_in_flight = 0
+        self._recorder: Recorder | None = None
+
+    def count_in_flight(self, num_samples: int) -> None:
+        """Count samples as in flight, or with a negative number as back."""
+        with self._lock:
+            self._num_in_flight += num_samples
+
+    def add(self, num_samples: int, seconds: float, cpu_seconds: float, batch: int) -> None:
+        with self._lock:
+            self._counter.add(num_samples, seconds)
+            self._counter.cpu_seconds += cpu_seconds
+        if self._recorder is not None:
+            name, started = self._name, time.monotonic() - seconds
+            self._recorder(Span(name, name, started, seconds, batch, num_samples, None))
+
+    def read(self, now: float) -> list[Reading]:  # noqa: ARG002 (work under way is not known)
+        total = Counter()
+        with self._lock:
+            total.combine(self._counter)
+            return [Reading(self._name, self._width, total, self._num_in_flight, "executor")]
+
+    def record_spans(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+
+# -- the consumer ---------------------------------------------------------------------------------
+
+
+class ConsumerReading(NamedTuple):
+    """What the training loop did until some moment."""
+
+    num_batches: int
+    num_bytes: int
+    waited_seconds: float
+    first_wait_seconds: float
+    step_seconds: float
+    wake_seconds: float
+    """From a worker's wake-up to the consumer going on, on average."""
+
+
+class ConsumerClock:
+    """The training loop: it waits for a batch, or works with it."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.num_bytes = 0
+        self.waited_seconds = 0.0
+        self.first_wait_seconds = 0.0
+        self.step_seconds = 0.0
+        self.recorder: Recorder | None = None
+        self.started_at: float | None = None
+        """When the first batch was asked for."""
+        self._num_wakeups = 0
+        self._wake_seconds = 0.0
+        self._at = 0.0
+        self._is_waiting = True
+
+    def ask(self) -> None:
+        """The loop asks for a batch."""
+        now = time.monotonic()
+        if self.started_at is None:
+            self.started_at = self._at = now
+        elif not self._is_waiting:  # Else the last call was interrupted.
+            self._is_waiting = True
+            self._record("step", now, self.num_batches - 1)
+            self.step_seconds += now - self._at
+            self._at = now
+
+    def get(self, num_bytes: int | None) -> None:
+        """The loop goes on: with a batch of so many bytes, or without one."""
+        now = time.monotonic()
+        self._is_waiting = False
+        self._record("wait", now, self.num_batches)
+        seconds = now - self._at
+        self.waited_seconds += seconds
+        if self.num_batches == 0:
+            self.first_wait_seconds += seconds
+        if num_bytes is not None:
+            self.num_batches += 1
+            self.num_bytes += num_bytes
+        self._at = now
+
+    def count_wakeup(self, seconds: float) -> None:
+        """Count how long the consumer took to go on after a worker had woken it."""
+        self._num_wakeups += 1
+        self._wake_seconds += seconds
+
+    def last_seen(self, now: float) -> float:
+        """Return now, or when the loop was last seen if it was away too long for a step."""
+        if self._is_waiting or self.started_at is None:
+            return now
+        step_seconds = self.step_seconds / max(1, self.num_batches - 1)
+        has_left = now - self._at > max(1.0, 10 * step_seconds)
+        return self._at + step_seconds if has_left else now
+
+    def read(self, now: float) -> ConsumerReading:
+        # A step counts when it is done: the loop may be in one, or may have been left.
+        is_waiting = self.started_at is not None and self._is_waiting
+        seconds = max(0.0, now - self._at) if is_waiting else 0.0
+        return ConsumerReading(
+            self.num_batches,
+            self.num_bytes,
+            self.waited_seconds + seconds,
+            self.first_wait_seconds + (seconds if self.num_batches == 0 else 0.0),
+            self.step_seconds,
+            self._wake_seconds / self._num_wakeups if self._num_wakeups else 0.0,
+        )
+
+    def _record(self, what: str, now: float, batch: int) -> None:
+        if self.recorder is not None:
+            self.recorder(Span(what, "loop", self._at, now - self._at, batch, 0, None))
+
+
+# -- an epoch -------------------------------------------------------------------------------------
+
+
+class EpochReading(NamedTuple):
+    """An epoch until some moment."""
+
+    elapsed_seconds: float
+    cpu_seconds: float
+    """Of the whole process."""
+    consumer: ConsumerReading
+    stages: tuple[StageStats, ...]
+
+
+class EpochClock:
+    """All clocks of one epoch, from its first batch to its end.
+
+    Without stages it is the consumer's time alone: for workers that cannot be measured from here.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["thread", "multiprocessing", "caller"],
+        stages: Sequence[StageClock] = (),
+        *,
+        window: int = 0,
+        num_ready: Callable[[], int] = lambda: 0,
+        closed_at: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.consumer = ConsumerClock()
+        self.kind = kind
+        self.window = window
+        """How many batches may be in flight."""
+        self._stages = stages
+        self._num_ready = num_ready
+        self._closed_at = closed_at
+        self._cpu_at = 0.0
+        self._at_start: list[Reading] = []
+        self._last: EpochReading | None = None
+        """Of an epoch that is over."""
+
+    def ask(self) -> None:
+        """The consumer asks for a batch."""
+        if self.consumer.started_at is None:
+            self._cpu_at = time.process_time()
+            self._at_start = self._read_stages(time.monotonic())
+        self.consumer.ask()
+
+    def end(self) -> None:
+        """The epoch is over; its workers may go on with another."""
+        if self._last is None:
+            self._last = self._read(time.monotonic(), is_over=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._last is None and self._closed_at() is None
+
+    @property
+    def num_ready(self) -> int:
+        return self._num_ready() if self.is_running else 0
+
+    def record_spans(self, recorder: Recorder) -> None:
+        self.consumer.recorder = recorder
+        for stage in self._stages:
+            stage.record_spans(recorder)
+
+    def read(self) -> EpochReading:
+        if self._last is not None:
+            return self._last
+        now = self._closed_at() or time.monotonic()
+        return self._read(self.consumer.last_seen(now), is_over=not self.is_running)
+
+    def _read(self, now: float, *, is_over: bool) -> EpochReading:
+        consumer = self.consumer.read(now)
+        if self.consumer.started_at is None:
+            return EpochReading(0.0, 0.0, consumer, ())
+        elapsed_seconds = max(0.0, now - self.consumer.started_at)
+        stages = []
+        for reading, earlier in zip(self._read_stages(now), self._at_start, strict=True):
+            counter = reading.counter
+            counter.combine(earlier.counter, -1)
+            stages.append(
+                StageStats(
+                    reading.name,
+                    reading.width,
+                    elapsed_seconds,
+                    counter.num_samples,
+                    counter.busy_seconds,
+                    counter.cpu_seconds,
+                    counter.queued_seconds,
+                    0 if is_over else reading.num_in_flight,
+                    counter.histogram(),
+                    reading.workers,
+                )
+            )
+        cpu_seconds = time.process_time() - self._cpu_at
+        return EpochReading(elapsed_seconds, cpu_seconds, consumer, tuple(stages))
+
+    def _read_stages(self, now: float) -> list[Reading]:
+        return [reading for stage in self._stages for reading in stage.read(now)]
+
+
+def _seconds_in_queue() -> float:
+    """Return how long the calling thread was ready to run while all cores were taken."""
+    try:
+        with Path("/proc/thread-self/schedstat").open("rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # Only Linux says so, and not every Linux.
+        return 0.0
+
+
+def _text_of(index: Any) -> str | None:
+    try:
+        return None if index is None else repr(index)
+    except Exception:  # The repr is the user's code, and a timeline is not worth an error.
+        return f"<{type(index).__name__}>"
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

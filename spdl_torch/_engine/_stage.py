@@ -1,0 +1,473 @@
+"""The stage whose workers are threads: they pull slots from the oldest batch that has some left."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, Protocol
+
+from ._batch import PendingBatch, check_count, note_origin, without_our_frame
+from ._clock import SPAN_SECONDS, StageClock, ThreadStageClock, WorkerClock
+from ._in_flight import InFlight, stack_lines
+from ._threads import TaskQueue, Workers
+
+__all__ = [
+    "BatchStage",
+    "CollateStage",
+    "OnSampleError",
+    "Operation",
+    "Pace",
+    "SampleStage",
+    "ThreadStage",
+    "WorkerCursor",
+    "forward",
+]
+
+Operation = Callable[[Any], Any]
+
+_no_context = contextlib.nullcontext()
+
+_COLLATE: Final = "collate"
+"""The name of the work on a batch whose slots are all settled."""
+
+_HAND_OVER_SECONDS: Final = 0.0003
+"""Work that takes less is not worth waking another thread, which costs some ten microseconds."""
+
+_SHARE_SECONDS: Final = 0.001
+"""Samples that take longer each are worth as many workers as there are samples."""
+
+
+class SampleStage(Protocol):
+    """A stage that works on single samples."""
+
+    def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
+        """Accept these slots of a batch, in ascending order."""
+
+    def wake_idle(self, *, only_if_starved: bool) -> None: ...
+
+    def has_idle_worker(self) -> bool: ...
+
+
+class CollateStage(Protocol):
+    """The stage that makes the batch."""
+
+    def collate(self, batch: PendingBatch) -> None:
+        """Make a batch whose slots are all settled."""
+
+
+class BatchStage(Protocol):
+    """A stage that works on whole batches."""
+
+    def put(self, batch: PendingBatch) -> None:
+        """Accept a batch that is collated."""
+
+
+class OnSampleError(Protocol):
+    """Decides what to do about a sample that failed."""
+
+    def __call__(
+        self, batch: PendingBatch, slot: int, stage: str, error: BaseException
+    ) -> BaseException | None:
+        """Have another sample made for the slot, or return the error that it ends in."""
+
+
+class WorkerCursor:
+    """What a worker is working on, and the contexts in which it works."""
+
+    __slots__ = ("__weakref__", "batch", "collate_context", "since", "slot", "task_context")
+
+    WHOLE: Final = -1
+    """Instead of a slot: all samples of a batch at once."""
+    COLLATE: Final = -2
+    """Instead of a slot: making the batch of its samples."""
+
+    def __init__(self) -> None:
+        self.batch: PendingBatch | None = None
+        self.slot = 0
+        self.since = 0.0
+        """When it began with the sample, if samples are timed."""
+        self.task_context: AbstractContextManager[Any] = contextlib.nullcontext()
+        """Entered for each task and left before the thread waits."""
+        self.collate_context: AbstractContextManager[Any] | None = None
+        """Entered for each batch that is made of samples, if there is one."""
+
+    def leave(self) -> None:
+        """Drop the contexts of a worker that has ended; they may refer to this object."""
+        self.task_context = contextlib.nullcontext()
+
+
+class Pace:
+    """How long a sample takes, on average over the last ones."""
+
+    def __init__(self) -> None:
+        self.seconds_per_sample = math.inf
+
+    def observe(self, num_samples: int, seconds: float) -> None:
+        # Workers may overwrite each other's estimate: losing one observation does no harm.
+        if num_samples == 0:
+            return
+        if self.seconds_per_sample == math.inf:
+            self.seconds_per_sample = seconds / num_samples
+        else:
+            weight = num_samples / (num_samples + 63)
+            self.seconds_per_sample += weight * (seconds / num_samples - self.seconds_per_sample)
+
+    def num_samples_in(self, seconds: float) -> int:
+        """Return how many samples take about so long; at least one."""
+        return int(seconds / max(self.seconds_per_sample, 1e-8)) or 1
+
+
+class _Work(NamedTuple):
+    """Slots of one batch that wait for a stage.
+
+    Any number of workers may work on it: each claims one slot at a time by popping it from the same
+    list, so every slot is claimed once. A slow sample holds up only its own worker, and the result
+    does not depend on the number of workers.
+    """
+
+    batch: PendingBatch
+    unclaimed: list[int]
+    """In descending order: `pop` takes the last."""
+    is_settled: bool = False
+    """All slots are settled, and the batch is to be collated; `unclaimed` has one entry for it."""
+
+    def claim_rest(self) -> int:
+        """Claim all slots that are left; return how many."""
+        num_slots = 0
+        with contextlib.suppress(IndexError):
+            while True:
+                self.unclaimed.pop()
+                num_slots += 1
+        return num_slots
+
+
+class _SlotQueue(TaskQueue):
+    """Hands out the oldest work that has unclaimed slots, to any number of workers."""
+
+    def take(self) -> _Work | None:
+        while self._tasks:
+            try:
+                work: _Work = self._tasks[0]
+            except IndexError:
+                break  # Another worker removed the last.
+            if work.unclaimed:
+                return work
+            # Two workers may see this at the same time, so remove this work and not the first.
+            with contextlib.suppress(ValueError):
+                self._tasks.remove(work)
+        return None
+
+    def add(self, work: _Work) -> None:
+        """Add work without waking a worker."""
+        self._tasks.append(work)
+
+    def unclaimed(self) -> list[int]:
+        """Return the number of unclaimed slots of each work, oldest first, without those at 0."""
+        return [len(work.unclaimed) for work in self._tasks.copy() if work.unclaimed]
+
+
+class _Tools(NamedTuple):
+    """What a worker works with."""
+
+    operation: Operation | None
+    """Makes a sample of an index, or of what the stage before made."""
+    collate: Operation | None
+    clock: WorkerClock
+    cursor: WorkerCursor
+
+
+SetUp = Callable[[int, WorkerCursor], tuple[Operation | None, Operation | None]]
+"""Runs in a worker's thread; returns the worker's operation on a sample and its collate function.
+The cursor always tells what the worker is working on."""
+
+
+class ThreadStage:
+    """A stage whose workers are threads.
+
+    Args:
+        name: of the stage, in statistics and messages.
+        worker_ids: one for each thread.
+        set_up: returns a worker's operation (None if the stage only collates) and its collate
+            function (None if another stage collates).
+        is_first: whether the operation takes indices; otherwise what is in the slots.
+        only_collates: whether there is no operation on samples.
+        takes_whole_batch: whether the operation takes what the sampler drew for a whole batch.
+        next_stage: works on the samples next; None if they are finished.
+        collate_stage: makes the batches; None if this stage does.
+        transfer_stage: takes over the collated batches; None if the consumer does.
+        on_sample_error: may replace a sample that failed.
+        is_watched: time each sample, for the message of a timeout.
+
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker_ids: Sequence[int],
+        set_up: SetUp,
+        *,
+        is_first: bool,
+        only_collates: bool = False,
+        takes_whole_batch: bool = False,
+        next_stage: SampleStage | None = None,
+        collate_stage: CollateStage | None = None,
+        transfer_stage: BatchStage | None = None,
+        on_sample_error: OnSampleError | None = None,
+        is_watched: bool = False,
+    ) -> None:
+        self._name = name
+        self._worker_ids = worker_ids
+        self._set_up = set_up
+        self._is_first = is_first
+        self._takes_whole_batch = takes_whole_batch
+        self._next_stage = next_stage
+        # None stands for this stage: a stage that refers to itself would outlive its iterator.
+        self._collate_stage = collate_stage
+        self._transfer_stage = transfer_stage
+        self._on_sample_error = on_sample_error
+        self._is_watched = is_watched
+        self._pace = Pace()
+        self._queue = _SlotQueue()
+        self._workers = Workers(name, worker_ids, self, self._queue)
+        self.groups = [self._workers]
+        self.tools: dict[int, _Tools] = {}
+        self._clocks = {id_: WorkerClock(f"{name}-{id_}") for id_ in worker_ids}
+        self.clock: StageClock = ThreadStageClock(
+            list(self._clocks.values()),
+            None if only_collates else name,
+            _COLLATE if collate_stage is None else None,
+        )
+
+    # -- how work enters --------------------------------------------------------------------------
+
+    def open(self, batch: PendingBatch) -> bool:
+        num_samples = len(batch.indices)
+        if num_samples == 0:
+            # A sampler may draw an empty batch; the collate function decides what to make of it.
+            (self._collate_stage or self).collate(batch)
+        else:
+            num_slots = 1 if self._takes_whole_batch else num_samples
+            self._queue.add(_Work(batch, list(range(num_slots - 1, -1, -1))))
+        return True
+
+    def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
+        self._queue.add(_Work(batch, list(reversed(slots))))
+        is_shared = self._pace.seconds_per_sample > _SHARE_SECONDS
+        self._queue.wake(len(slots) if is_shared else 1)
+
+    def collate(self, batch: PendingBatch) -> None:
+        self._queue.put(_Work(batch, [0], is_settled=True))
+
+    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
+        """Wake as many workers as the accepted batches are worth.
+
+        Samples that take long get all workers. Several workers on cheap samples would compete for
+        the GIL and do less in all, so then there is one for each batch, or for several batches if
+        those are cheaper than a wake-up.
+        """
+        if not self._queue.num_sleepers:
+            return
+        unclaimed = self._queue.unclaimed()
+        if not unclaimed:
+            return
+        seconds = self._pace.seconds_per_sample
+        if seconds > _SHARE_SECONDS:
+            self._queue.wake(sum(unclaimed))
+            return
+        num_worth = int(seconds * sum(unclaimed) / _HAND_OVER_SECONDS)
+        if is_quick and seconds * unclaimed[0] < _HAND_OVER_SECONDS:
+            num_worth = 0
+        self._queue.wake(min(max(num_worth, is_needed), len(unclaimed)))
+
+    def wake_idle(self, *, only_if_starved: bool) -> None:
+        if self._next_stage is not None:
+            self._next_stage.wake_idle(only_if_starved=only_if_starved)
+            if only_if_starved and not self._next_stage.has_idle_worker():
+                return
+        self._queue.wake(sum(self._queue.unclaimed()))
+
+    def has_idle_worker(self) -> bool:
+        return self._queue.num_sleepers > 0
+
+    # -- what a worker does -----------------------------------------------------------------------
+
+    def set_up_worker(self, worker_id: int) -> _Tools:
+        cursor = WorkerCursor()
+        operation, collate = self._set_up(worker_id, cursor)
+        self._clocks[worker_id].start()
+        return _Tools(operation, collate, self._clocks[worker_id], cursor)
+
+    def dismiss_worker(self, worker_id: int) -> None:
+        tools = self.tools.pop(worker_id, None)
+        if tools is not None:
+            tools.cursor.leave()
+
+    def in_flight(self) -> list[InFlight]:
+        """Return what the workers are doing; approximately, since they do not stop for it."""
+        now = time.monotonic()
+        found = []
+        for thread, worker_id in zip(self._workers.threads, self._worker_ids, strict=True):
+            tools = self.tools.get(worker_id)  # Once: a worker that ends removes them.
+            batch = None if tools is None else tools.cursor.batch
+            if tools is not None and batch is not None:
+                cursor = tools.cursor
+                at, lines = cursor.slot, stack_lines(thread)
+                stage = _COLLATE if at == WorkerCursor.COLLATE else self._name
+                slot = at if 0 <= at < len(batch.indices) else None
+                found.append(InFlight(stage, batch, slot, now - cursor.since, lines))
+        return found
+
+    def work(self, task: _Work, tools: _Tools) -> None:
+        """Work on one batch, or on several that are cheap, and then wake the consumer."""
+        clock, cursor = tools.clock, tools.cursor
+        work: _Work | None = task
+        num_samples = 0
+        with cursor.task_context:
+            cursor.since = started = clock.begin()
+            while work is not None:
+                batch, epoch = work.batch, work.batch.epoch
+                if epoch.is_closed:
+                    work.unclaimed.clear()
+                else:
+                    cursor.batch = batch
+                    try:
+                        num_samples += self._do(work, tools)
+                    except BaseException as error:
+                        # Not the user's code but ours, or something that interrupts any code. The
+                        # consumer must not wait for ever.
+                        batch.fail(0, without_our_frame(error))
+                        batch.finish()
+                    if not epoch.defers_wakeup:
+                        epoch.wake_consumer()
+                seconds = clock.at - started
+                work = self._queue.take() if seconds < _HAND_OVER_SECONDS else None
+            # An idle worker must not keep a batch in memory.
+            cursor.batch = None
+            clock.end()
+        self._pace.observe(num_samples, seconds)
+        epoch.wake_consumer()
+
+    def _do(self, work: _Work, tools: _Tools) -> int:
+        """Fill slots, and make the batch if they were the last; return how many were filled."""
+        batch, clock, cursor = work.batch, tools.clock, tools.cursor
+        num_filled = num_settled = 0
+        if not work.is_settled:
+            fill = self._fill_whole if self._takes_whole_batch else self._fill
+            num_filled, num_settled = fill(work, tools)
+            if num_settled == 0 or not batch.settle(num_settled):
+                return num_filled
+            if self._collate_stage is not None:
+                self._collate_stage.collate(batch)
+                return num_filled
+        elif not work.claim_rest():
+            return 0  # Another worker was quicker.
+        assert tools.collate is not None, "a batch was handed to a stage that does not collate"
+        cursor.slot = WorkerCursor.COLLATE
+        cursor.since = clock.at
+        clock.current = clock.batches
+        output = None
+        if batch.error is None:
+            try:
+                with cursor.collate_context or _no_context:
+                    output = tools.collate(batch.slots)
+            except BaseException as error:
+                note_origin(error, _COLLATE, batch, None)
+                batch.fail(0, without_our_frame(error))
+        forward(batch, output, self._transfer_stage)
+        clock.lap(_COLLATE, batch.number, 1)
+        return num_filled
+
+    def _fill(self, work: _Work, tools: _Tools) -> tuple[int, int]:
+        """Fill slots until none is left; return how many, and how many of them are settled."""
+        batch = work.batch
+        clock, cursor, operation = tools.clock, tools.cursor, tools.operation
+        epoch, next_stage, slots = batch.epoch, self._next_stage, batch.slots
+        assert operation is not None, "samples were handed to a stage that only collates"
+        inputs = batch.indices if self._is_first else slots
+        claim = work.unclaimed.pop
+        # To read the clock for each cheap sample would take longer than some of them.
+        is_timed = (
+            self._is_watched
+            or self._pace.seconds_per_sample > SPAN_SECONDS
+            or clock.recorder is not None
+        )
+        num_filled = num_failed = num_uncounted = 0
+        done: list[int] = []
+        handed_over_at = clock.at
+        while not epoch.is_closed:
+            try:
+                slot = claim()
+            except IndexError:
+                break
+            try:
+                cursor.slot = slot
+                slots[slot] = operation(inputs[slot])
+                num_filled += 1
+                if is_timed:
+                    cursor.since = clock.lap(self._name, batch.number, 1, batch.indices[slot])
+                else:
+                    num_uncounted += 1
+                if next_stage is not None:
+                    done.append(slot)
+                    now = time.monotonic()
+                    if now - handed_over_at > _HAND_OVER_SECONDS:
+                        next_stage.put(batch, done)
+                        done, handed_over_at = [], now
+            except BaseException as error:
+                clock.lap(self._name, batch.number, num_uncounted, batch.indices[slot])
+                num_uncounted = 0
+                failure: BaseException | None = without_our_frame(error)
+                if self._on_sample_error is not None and isinstance(error, Exception):
+                    failure = self._on_sample_error(batch, slot, self._name, error)
+                if failure is not None:
+                    # Slots are claimed in order. Those before this one may still fail, with an
+                    # error that goes before this one; those behind it are of no use any more.
+                    note_origin(failure, self._name, batch, slot)
+                    batch.fail(slot, failure)
+                    num_failed = 1 + work.claim_rest()
+                    # The user's frame refers to this one, as long as the error lives.
+                    del slots, inputs, failure
+                    break
+        if num_uncounted > 0:
+            clock.lap(self._name, batch.number, num_uncounted)
+        if next_stage is None:
+            return num_filled, num_filled + num_failed
+        if done:
+            next_stage.put(batch, done)
+        return num_filled, num_failed
+
+    def _fill_whole(self, work: _Work, tools: _Tools) -> tuple[int, int]:
+        """Do the same with an operation that takes the whole batch."""
+        batch, clock, num_samples = work.batch, tools.clock, len(work.batch.indices)
+        if not work.claim_rest():
+            return 0, 0
+        assert tools.operation is not None
+        tools.cursor.slot = WorkerCursor.WHOLE
+        try:
+            samples = tools.operation(batch.drawn)
+            if self._collate_stage is not None:  # The samples are worked on one by one next.
+                samples = check_count(samples, num_samples)
+            batch.slots = samples
+        except BaseException as error:
+            note_origin(error, self._name, batch, None)
+            batch.fail(0, without_our_frame(error))
+            return num_samples, num_samples
+        finally:
+            clock.lap(self._name, batch.number, num_samples)
+        if self._next_stage is not None:
+            self._next_stage.put(batch, range(num_samples))
+            return num_samples, 0
+        return num_samples, num_samples
+
+
+def forward(batch: PendingBatch, output: Any, transfer_stage: BatchStage | None) -> None:
+    """Leave a collated batch, or its error, for the transfer stage or for the consumer."""
+    # An error goes the same way: the batches of one worker must not overtake each other.
+    if transfer_stage is None or batch.is_exhausted:
+        batch.finish(output)
+    else:
+        batch.output, batch.slots = output, None
+        transfer_stage.put(batch)

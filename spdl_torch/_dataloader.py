@@ -29,7 +29,9 @@ Policy: TypeAlias = ReplaceBadSamples | RetryLoad
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 
 
-class DataLoader(torch.utils.data.DataLoader[SampleT_co], AbstractContextManager["DataLoader[Any]"]):
+class DataLoader(
+    torch.utils.data.DataLoader[SampleT_co], AbstractContextManager["DataLoader[Any]"]
+):
     """torch's `DataLoader` with its workers as staged threads in one process.
 
     Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default, and

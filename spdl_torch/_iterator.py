@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import threading
 import warnings
 import weakref
+from collections import UserDict
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 
+from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from ._epochs import Epochs
@@ -17,7 +21,7 @@ from ._profiling import StatsLog
 from ._resume import Progress
 from ._settings import LoaderSettings
 from ._sources import BatchSource, make_source, not_stop_iteration
-from ._stats import num_bytes_of, stats_of
+from ._stats import stats_of
 
 __all__ = ["EpochIterator", "LiveIterators"]
 
@@ -25,6 +29,10 @@ _no_context = contextlib.nullcontext()
 
 _PROFILE_NAME = "enumerate(DataLoader)#EpochIterator.__next__"
 """The name that profilers look for."""
+
+
+_MAX_OBJECTS: Final = 256
+"""How many objects of a batch are looked at for their size."""
 
 
 class EpochIterator:
@@ -107,8 +115,10 @@ class _EpochLoop:
         """Kept alive while it is asked for a batch."""
 
     def next_batch(self) -> Any:
-        num_bytes = None
-        self._clock.ask()
+        clock, num_bytes = self._clock, None
+        if clock.consumer.started_at is None:
+            clock.start()
+        clock.consumer.ask()
         try:
             # torch enters a `record_function` for every batch, profiler or not, which takes as
             # long as everything else that this thread does for a batch.
@@ -124,7 +134,7 @@ class _EpochLoop:
             num_bytes = num_bytes_of(batch)
         except StopIteration:
             self._progress.is_over = True
-            self._clock.end()
+            clock.end()
             if not self.settings.persistent_workers:
                 self._source.close()
             raise
@@ -133,7 +143,7 @@ class _EpochLoop:
             self._source.close(quickly=True)
             raise
         finally:
-            self._clock.consumer.get(num_bytes)
+            clock.consumer.get(num_bytes)
         if self._stats_log is not None:
             self._stats_log.at_batch()
         return batch
@@ -162,6 +172,28 @@ class _EpochLoop:
                 "its own copy. Choose its part by get_worker_info()."
             )
         warnings.warn(message, stacklevel=4)
+
+
+def num_bytes_of(batch: Any) -> int:
+    """Return the size of all tensors and arrays in a batch."""
+    num_bytes = 0
+    to_see = [batch]
+    for value in itertools.islice(to_see, _MAX_OBJECTS):
+        kind = type(value)
+        try:
+            if kind is Tensor or hasattr(kind, "nbytes"):
+                num_bytes += value.nbytes
+            elif issubclass(kind, list | tuple):
+                # A list of many numbers or words has no tensor among them.
+                if value and not isinstance(value[0], str | bytes | int | float | None):
+                    to_see += value[:_MAX_OBJECTS]
+            elif issubclass(kind, dict | UserDict):
+                to_see += list(value.values())
+            elif dataclasses.is_dataclass(kind):
+                to_see += [getattr(value, field.name) for field in dataclasses.fields(kind)]
+        except Exception:  # A batch may be any object, and a figure is not worth an error.
+            continue
+    return num_bytes
 
 
 class LiveIterators:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import UserDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch._utils import cpu_count
 
 from ._bad_samples import BadSamplePolicy
 from ._engine import EpochClock, StageStats
 from ._verdict import Verdict, verdict_on
 
-__all__ = ["LoaderStats", "LoopStats", "StageStats", "num_bytes_of", "stats_of"]
-
-_MAX_OBJECTS = 256
-"""Of a batch that are looked at for their size. One made of many more is not made of tensors."""
-_WITHOUT_SIZE = (str, bytes, int, float, bool, type(None))
+__all__ = ["LoaderStats", "LoopStats", "StageStats", "stats_of"]
 
 
 @dataclass(frozen=True)
@@ -140,33 +132,6 @@ def stats_of(measurement: EpochClock, bad_sample_policy: BadSamplePolicy) -> Loa
         num_cores=cpu_count() or 1,
         cpu_seconds=cpu_seconds,
     )
-
-
-def num_bytes_of(batch: Any) -> int:
-    """How large the tensors and arrays in a batch are together."""
-    num_bytes = 0
-    to_see = [batch]
-    for value in itertools.islice(to_see, _MAX_OBJECTS):
-        kind = type(value)
-        try:
-            if kind is Tensor or hasattr(kind, "nbytes"):
-                num_bytes += value.nbytes
-            else:
-                to_see += _parts_of(value, kind)
-        except Exception:  # It may be anything of the user's, and a figure is not worth an error.
-            continue
-    return num_bytes
-
-
-def _parts_of(value: Any, kind: type) -> Iterable[Any]:
-    if issubclass(kind, dict | UserDict):
-        return list(value.values())
-    if issubclass(kind, list | tuple):
-        # Many numbers or words have no tensor among them.
-        return () if value and type(value[0]) in _WITHOUT_SIZE else value[:_MAX_OBJECTS]
-    if dataclasses.is_dataclass(kind):
-        return [getattr(value, field.name) for field in dataclasses.fields(kind)]
-    return ()
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -66,7 +66,7 @@ def test_worker_counts_samples_and_batches(time, worker):
     worker.current = worker.batches
     time.go(4.0, cpu=3.0, queued=0.5)
     worker.lap("collate", 0, 1)
-    worker.end()
+    worker.current = None
     time.go(8.0)
     samples, batches = (reading.counter for reading in readings(worker))
     assert (samples.num_samples, batches.num_samples) == (1, 1)
@@ -163,11 +163,16 @@ def test_executor_clock_is_reentrant(time, monkeypatch):
 # -- the loop -------------------------------------------------------------------------------------
 
 
-def take(clock, time, waited, step):
-    clock.ask()
+def take(consumer, time, waited, step):
+    consumer.ask()
     time.go(waited)
-    getattr(clock, "consumer", clock).get(10)
+    consumer.get(10)
     time.go(step)
+
+
+def started(epoch):
+    epoch.start()
+    return epoch
 
 
 def test_loop_waits_and_steps(time):
@@ -186,8 +191,7 @@ def test_loop_waits_and_steps(time):
 def test_wakeups_are_averaged(time):
     """The time from a wake-up to going on is reported as a mean."""
     consumer = ConsumerClock()
-    consumer.count_wakeup(0.004)
-    consumer.count_wakeup(0.006)
+    consumer.num_wakeups, consumer.wake_seconds = 2, 0.01
     assert consumer.read(time.now).wake_seconds == 0.005
 
 
@@ -211,12 +215,12 @@ def test_epoch_is_a_difference(time, worker):
     stage = ThreadStageClock([worker], "preprocess")
     found = []
     for seconds in (1.0, 3.0):
-        epoch = EpochClock("thread", [stage])
-        epoch.ask()
+        epoch = started(EpochClock("thread", [stage]))
+        epoch.consumer.ask()
         worker.begin()
         time.go(seconds, cpu=seconds / 2, queued=seconds / 4)
         worker.lap("preprocess", 0, 1)
-        worker.end()
+        worker.current = None
         epoch.consumer.get(10)
         epoch.end()
         found += epoch.read().stages
@@ -230,9 +234,9 @@ def test_epoch_is_a_difference(time, worker):
 
 def test_abandoned_loop_stops_the_clock(time):
     """A loop that was left is not in a long step."""
-    epoch = EpochClock("thread")
+    epoch = started(EpochClock("thread"))
     for _ in range(10):
-        take(epoch, time, 0.5, 0.1)
+        take(epoch.consumer, time, 0.5, 0.1)
     before = epoch.read()
     time.go(3600.0)
     after = epoch.read()
@@ -243,12 +247,12 @@ def test_abandoned_loop_stops_the_clock(time):
 
 def test_finished_epoch_stays_as_it_was(time):
     """After its end an epoch's figures do not change."""
-    epoch = EpochClock("caller")
-    take(epoch, time, 0.5, 0.1)
+    epoch = started(EpochClock("caller"))
+    take(epoch.consumer, time, 0.5, 0.1)
     epoch.end()
     last = epoch.read()
     time.go(5.0)
-    take(epoch, time, 1.0, 1.0)
+    take(epoch.consumer, time, 1.0, 1.0)
     epoch.end()
     assert epoch.read() == last
     assert last.elapsed_seconds == pytest.approx(0.6)
@@ -261,7 +265,8 @@ def test_time_counts_from_first_batch(time, worker):
     time.go(100.0)
     assert epoch.read().elapsed_seconds == 0.0
     time.process_cpu = 7.0
-    epoch.ask()
+    epoch.start()
+    epoch.consumer.ask()
     time.go(2.0)
     time.process_cpu = 8.5
     found = epoch.read()

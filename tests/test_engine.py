@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from spdl_torch._engine import NotInTime, PendingBatch, Pipeline, ThreadStage
+from spdl_torch._engine._batch import Epoch
 from spdl_torch._engine._clock import ConsumerClock
-from spdl_torch._engine._epoch import Epoch
 from spdl_torch._engine._threads import TaskQueue
 from spdl_torch._engine._window import Window
 
@@ -31,7 +31,7 @@ def pipeline_of(*stages, capacity=4, in_order=True):
 def batches_of(pipeline, source):
     pipeline.begin(iter(source))
     found = []
-    while (batch := pipeline.next(None)) is not None:
+    while (batch := pipeline.window.next(None)) is not None:
         found.append(batch.result())
     return found
 
@@ -100,9 +100,9 @@ def test_error_stays_in_its_batch():
 
     pipeline = pipeline_of(fused(sample))
     pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
-    assert pipeline.next(None).result() == [1, 2]
-    failed = pipeline.next(None)
-    assert pipeline.next(None).result() == [5, 6]
+    assert pipeline.window.next(None).result() == [1, 2]
+    failed = pipeline.window.next(None)
+    assert pipeline.window.next(None).result() == [5, 6]
     with pytest.raises(LookupError):
         failed.result()
     pipeline.lifetime.close()
@@ -115,9 +115,9 @@ def test_timeout_can_be_repeated():
     pipeline.begin(iter([[1], [2]]))
     for _ in range(3):
         with pytest.raises(NotInTime):
-            pipeline.next(0.01)
+            pipeline.window.next(0.01)
     gate.set()
-    assert pipeline.next(None).result() == [True]
+    assert pipeline.window.next(None).result() == [True]
     pipeline.lifetime.close()
 
 
@@ -133,7 +133,7 @@ def test_stuck_worker_warns_on_close(monkeypatch):
     pipeline = pipeline_of(fused(wait, width=1))
     pipeline.begin(iter([[1], [2]]))
     with pytest.raises(NotInTime):
-        pipeline.next(0.01)
+        pipeline.window.next(0.01)
     assert is_waiting.wait(PATIENCE_SECONDS)
     with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
         pipeline.lifetime.close()
@@ -191,7 +191,7 @@ def test_close_during_set_up(num_started):
     def consume():
         try:
             pipeline.start()
-            pipeline.next(None)
+            pipeline.window.next(None)
         except RuntimeError as error:
             outcome.append(error)
 
@@ -267,7 +267,7 @@ def test_starved_stage_wakes_loaders():
     batches_of(pipeline, CHEAP)
     pipeline.begin(iter([[1, 2, 3, 4]]))
     # Sooner than the consumer wakes all idle workers in any case.
-    assert pipeline.next(0.4).result() == [1, 2, 3, 4]
+    assert pipeline.window.next(0.4).result() == [1, 2, 3, 4]
     pipeline.lifetime.close()
 
 

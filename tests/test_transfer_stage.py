@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from spdl_torch._engine import PendingBatch, Pipeline, ThreadStage, TransferStage, WorkerCursor
-from spdl_torch._engine._epoch import Epoch
+from spdl_torch._engine._batch import Epoch
 from spdl_torch._engine._transfer_stage import Taken
 
 from .datasets import PATIENCE_SECONDS
@@ -142,7 +142,7 @@ def test_the_consumer_makes_room_by_taking_batches(in_order):
     pipeline.begin(iter([[n] for n in range(num_batches)]))
     pipeline.start()
     batches = []
-    while (batch := pipeline.next(PATIENCE_SECONDS)) is not None:
+    while (batch := pipeline.window.next(PATIENCE_SECONDS)) is not None:
         if not batches:
             for _ in range(num_batches):
                 assert made.acquire(timeout=PATIENCE_SECONDS)
@@ -218,7 +218,7 @@ class Waking:
             assert self.begun.acquire(timeout=PATIENCE_SECONDS)
 
     def next(self):
-        return self.pipeline.next(PATIENCE_SECONDS).result()
+        return self.pipeline.window.next(PATIENCE_SECONDS).result()
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -8,7 +8,7 @@ settles the last slot makes the batch, which may pass one more stage (`TransferS
 What makes this right, in one place:
 
 * Who waits, and what wakes it: a worker waits in `TaskQueue.get` and is woken by a task or by
-  `close`; the consumer waits in `Epoch.wait` and is woken by a finished batch or by `close`.
+  `close`; the consumer waits for `Epoch.wakeup` and is woken by a finished batch or by `close`.
   Nothing else waits, so closing the queues and the epoch wakes everything.
 * A slot is claimed once, because workers pop it from one list. A batch is finished once, because
   exactly one caller of `PendingBatch.settle` settles the last slot. Of several errors in a batch
@@ -33,7 +33,7 @@ from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
 from ._stage import OnSampleError, SampleStage, ThreadStage, WorkerCursor
 from ._transfer_stage import TransferStage
-from ._window import NUM_EARLIER, NotInTime
+from ._window import NUM_EARLIER, NotInTime, Window
 
 __all__ = [
     "NUM_EARLIER",
@@ -52,6 +52,7 @@ __all__ = [
     "StageStats",
     "ThreadStage",
     "TransferStage",
+    "Window",
     "WorkerCursor",
     "check_count",
 ]

@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from ._batch import PendingBatch, check_count, note_origin, without_our_frame
+from ._batch import Epoch, PendingBatch, check_count, note_origin, without_our_frame
 from ._clock import StageClock, TaskClock
-from ._epoch import Epoch
 from ._in_flight import InFlight, awaited_lines
 from ._stage import CollateStage, OnSampleError, SampleStage, WorkerCursor
 from ._threads import new_thread

@@ -1,18 +1,80 @@
-"""One batch in flight, and the notes on exceptions that say where they were raised."""
+"""A batch in flight, and the epoch that it belongs to."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from ._epoch import Epoch
-
-__all__ = ["Locate", "PendingBatch", "check_count", "note_origin", "without_our_frame"]
+__all__ = ["Epoch", "Locate", "PendingBatch", "check_count", "note_origin", "without_our_frame"]
 
 Locate = Callable[[Any, BaseException], str | None]
 """Returns the file of a sample that failed, if it is known, from its index and the error."""
+
+
+_ids = itertools.count()
+
+
+class Epoch:
+    """The state that one epoch's batches, workers and consumer share.
+
+    It refers to nothing of the user's: a finaliser that closes the epoch keeps it alive.
+
+    The wake-up is a lock used the other way round: held means that nothing has happened since the
+    consumer last looked. Any thread may release it; only the consumer acquires it. Unlike `Event`
+    or `Condition` it holds no lock while Python code runs, so a finaliser may wake the consumer in
+    the middle of any other code. A wake-up is never lost: a worker marks its batch as finished
+    before it releases the lock, and the consumer looks at the batches after it has acquired it.
+    """
+
+    def __init__(self) -> None:
+        self.id = next(_ids)
+        self.is_closed = False
+        """The epoch is over or was abandoned: results of its workers are thrown away."""
+        self.closed_at: float | None = None
+        self.error: BaseException | None = None
+        """What ended the epoch for all its batches, if anything did."""
+        self.defers_wakeup = False
+        """A worker with more cheap batches at hand need not wake the consumer after each."""
+        self.woken_at = 0.0
+        self.wakeup = threading.Lock()
+        """The consumer acquires it to wait."""
+        self.wakeup.acquire()
+        self._ended = threading.Lock()
+        """Held until the epoch is closed, for workers that pause."""
+        self._ended.acquire()
+
+    def wake_consumer(self) -> None:
+        if not self.wakeup.locked():
+            return  # Woken already, and still to look.
+        self.woken_at = time.monotonic()
+        try:  # noqa: SIM105 (contextlib.suppress takes ten times as long)
+            self.wakeup.release()
+        except RuntimeError:
+            pass  # Another thread released it in this instant.
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the epoch. Takes no lock and waits for nothing; may be called again."""
+        if self.closed_at is None:
+            self.closed_at = time.monotonic()
+            self.error = error
+        self.is_closed = True
+        self.wake_consumer()
+        self._release_paused()
+
+    def pause(self, seconds: float) -> bool:
+        """Sleep in a worker; return True, and sooner, if the epoch is closed."""
+        if not self._ended.acquire(timeout=seconds):
+            return False
+        self._release_paused()  # For the next worker that pauses.
+        return True
+
+    def _release_paused(self) -> None:
+        with contextlib.suppress(RuntimeError):  # Released already.
+            self._ended.release()
 
 
 class PendingBatch:

@@ -294,9 +294,6 @@ class WorkerClock:
         self.current = self.samples
         return now
 
-    def end(self) -> None:
-        self.current = None
-
     def _read_cpu(self, counter: Counter, now: float) -> None:
         """Count CPU time, and time spent waiting for a core, since this was last called."""
         self._cpu_read = now
@@ -459,8 +456,9 @@ class ConsumerClock:
         self.recorder: Recorder | None = None
         self.started_at: float | None = None
         """When the first batch was asked for."""
-        self._num_wakeups = 0
-        self._wake_seconds = 0.0
+        self.num_wakeups = 0
+        self.wake_seconds = 0.0
+        """How long the consumer took to go on after workers had woken it."""
         self._at = 0.0
         self._is_waiting = True
 
@@ -471,7 +469,8 @@ class ConsumerClock:
             self.started_at = self._at = now
         elif not self._is_waiting:  # Else the last call was interrupted.
             self._is_waiting = True
-            self._record("step", now, self.num_batches - 1)
+            if self.recorder is not None:
+                self._record("step", now, self.num_batches - 1)
             self.step_seconds += now - self._at
             self._at = now
 
@@ -479,7 +478,8 @@ class ConsumerClock:
         """The loop goes on: with a batch of so many bytes, or without one."""
         now = time.monotonic()
         self._is_waiting = False
-        self._record("wait", now, self.num_batches)
+        if self.recorder is not None:
+            self._record("wait", now, self.num_batches)
         seconds = now - self._at
         self.waited_seconds += seconds
         if self.num_batches == 0:
@@ -488,11 +488,6 @@ class ConsumerClock:
             self.num_batches += 1
             self.num_bytes += num_bytes
         self._at = now
-
-    def count_wakeup(self, seconds: float) -> None:
-        """Count how long the consumer took to go on after a worker had woken it."""
-        self._num_wakeups += 1
-        self._wake_seconds += seconds
 
     def last_seen(self, now: float) -> float:
         """Return now, or when the loop was last seen if it was away too long for a step."""
@@ -512,12 +507,12 @@ class ConsumerClock:
             self.waited_seconds + seconds,
             self.first_wait_seconds + (seconds if self.num_batches == 0 else 0.0),
             self.step_seconds,
-            self._wake_seconds / self._num_wakeups if self._num_wakeups else 0.0,
+            self.wake_seconds / self.num_wakeups if self.num_wakeups else 0.0,
         )
 
     def _record(self, what: str, now: float, batch: int) -> None:
-        if self.recorder is not None:
-            self.recorder(Span(what, "loop", self._at, now - self._at, batch, 0, None))
+        assert self.recorder is not None
+        self.recorder(Span(what, "loop", self._at, now - self._at, batch, 0, None))
 
 
 # -- an epoch -------------------------------------------------------------------------------------
@@ -560,12 +555,10 @@ class EpochClock:
         self._last: EpochReading | None = None
         """Of an epoch that is over."""
 
-    def ask(self) -> None:
-        """The consumer asks for a batch."""
-        if self.consumer.started_at is None:
-            self._cpu_at = time.process_time()
-            self._at_start = self._read_stages(time.monotonic())
-        self.consumer.ask()
+    def start(self) -> None:
+        """Begin to measure: the consumer is going to ask for the first batch."""
+        self._cpu_at = time.process_time()
+        self._at_start = self._read_stages(time.monotonic())
 
     def end(self) -> None:
         """The epoch is over; its workers may go on with another."""

@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ._batch import PendingBatch, note_origin, without_our_frame
+from ._batch import Epoch, PendingBatch, note_origin, without_our_frame
 from ._clock import StageClock, ThreadStageClock, WorkerClock
-from ._epoch import Epoch
 from ._in_flight import InFlight, batch_in_flight
 from ._stage import BatchStage, Operation, WorkerCursor, forward
 from ._threads import Workers
@@ -118,7 +117,7 @@ class _IterableWorker:
             self._current = task, self.clock.begin()
             output = self._make_batch(task, open_epoch, collate, cursor)
             self._current = None
-            self.clock.end()
+            self.clock.current = None
         forward(task, output, self._transfer_stage)
         task.epoch.wake_consumer()
 

@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from ._batch import Locate, PendingBatch
+from ._batch import Epoch, Locate
 from ._clock import EpochClock, StageClock
-from ._epoch import Epoch
 from ._in_flight import InFlight
 from ._threads import Lifetime, WorkerGroup
 from ._window import FirstStage, LastStage, Window
@@ -52,17 +51,18 @@ class Pipeline:
         self._in_order = in_order
         self._batched = batched
         self._locate = locate
-        self._window: Window | None = None
+        self.window: Window | None = None
+        """The batches of the epoch that was begun last."""
         self._process_id = os.getpid()
         self.is_started = False
         self.lifetime = Lifetime([group for stage in stages for group in stage.groups])
 
-    def begin(self, draws: Iterator[Any]) -> None:
-        """Begin an epoch over these draws; the epoch before it is abandoned."""
+    def begin(self, draws: Iterator[Any]) -> Window:
+        """Begin an epoch over these draws and return its window; abandon the epoch before it."""
         epoch = Epoch()
         self.lifetime.begin(epoch)
         self.clock = self._epoch_clock(epoch)
-        self._window = Window(
+        self.window = Window(
             draws,
             self._first_stage,
             epoch,
@@ -73,13 +73,14 @@ class Pipeline:
             batched=self._batched,
             locate=self._locate,
         )
+        return self.window
 
     def _epoch_clock(self, epoch: Epoch) -> EpochClock:
         pipeline = weakref.ref(self)  # The clock outlives this pipeline.
 
         def num_ready() -> int:
             owner = pipeline()
-            return 0 if owner is None or owner._window is None else owner._window.num_ready()
+            return 0 if owner is None or owner.window is None else owner.window.num_ready()
 
         return EpochClock(
             "thread",
@@ -93,16 +94,6 @@ class Pipeline:
         """Start all threads and wait until they are set up."""
         self.is_started = True
         self.lifetime.start(seconds_apart)
-
-    def next(self, timeout_seconds: float | None) -> PendingBatch | None:
-        """Return the next finished batch, or None at the end of the epoch."""
-        assert self._window is not None, "begin() comes first"
-        if os.getpid() != self._process_id:
-            raise RuntimeError(
-                "this iterator's worker threads belong to the process that made it, and a fork "
-                "does not copy threads. Call iter(loader) in the child process."
-            )
-        return self._window.next(timeout_seconds)
 
     def in_flight(self) -> list[InFlight]:
         """Return what the workers of all stages are doing for this epoch, longest first."""

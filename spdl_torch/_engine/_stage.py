@@ -148,25 +148,17 @@ class _SlotQueue(TaskQueue):
     """Hands out the oldest work that has unclaimed slots, to any number of workers."""
 
     def take(self) -> _Work | None:
-        while self._tasks:
+        while self.tasks:
             try:
-                work: _Work = self._tasks[0]
+                work: _Work = self.tasks[0]
             except IndexError:
                 break  # Another worker removed the last.
             if work.unclaimed:
                 return work
             # Two workers may see this at the same time, so remove this work and not the first.
             with contextlib.suppress(ValueError):
-                self._tasks.remove(work)
+                self.tasks.remove(work)
         return None
-
-    def add(self, work: _Work) -> None:
-        """Add work without waking a worker."""
-        self._tasks.append(work)
-
-    def unclaimed(self) -> list[int]:
-        """Return the number of unclaimed slots of each work, oldest first, without those at 0."""
-        return [len(work.unclaimed) for work in self._tasks.copy() if work.unclaimed]
 
 
 class _Tools(NamedTuple):
@@ -250,11 +242,11 @@ class ThreadStage:
             (self._collate_stage or self).collate(batch)
         else:
             num_slots = 1 if self._takes_whole_batch else num_samples
-            self._queue.add(_Work(batch, list(range(num_slots - 1, -1, -1))))
+            self._queue.tasks.append(_Work(batch, list(range(num_slots - 1, -1, -1))))
         return True
 
     def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
-        self._queue.add(_Work(batch, list(reversed(slots))))
+        self._queue.tasks.append(_Work(batch, list(reversed(slots))))
         is_shared = self._pace.seconds_per_sample > _SHARE_SECONDS
         self._queue.wake(len(slots) if is_shared else 1)
 
@@ -268,29 +260,31 @@ class ThreadStage:
         the GIL and do less in all, so then there is one for each batch, or for several batches if
         those are cheaper than a wake-up.
         """
-        if not self._queue.num_sleepers:
+        queue = self._queue
+        if not queue.sleepers:
             return
-        unclaimed = self._queue.unclaimed()
-        if not unclaimed:
-            return
+        num_batches = num_samples = 0
+        for work in queue.tasks.copy():
+            num_samples += len(work.unclaimed)
+            num_batches += bool(work.unclaimed)
         seconds = self._pace.seconds_per_sample
         if seconds > _SHARE_SECONDS:
-            self._queue.wake(sum(unclaimed))
+            queue.wake(num_samples)
             return
-        num_worth = int(seconds * sum(unclaimed) / _HAND_OVER_SECONDS)
-        if is_quick and seconds * unclaimed[0] < _HAND_OVER_SECONDS:
+        num_worth = int(seconds * num_samples / _HAND_OVER_SECONDS)
+        if is_quick and seconds * num_samples < _HAND_OVER_SECONDS * num_batches:
             num_worth = 0
-        self._queue.wake(min(max(num_worth, is_needed), len(unclaimed)))
+        queue.wake(min(max(num_worth, is_needed), num_batches))
 
     def wake_idle(self, *, only_if_starved: bool) -> None:
         if self._next_stage is not None:
             self._next_stage.wake_idle(only_if_starved=only_if_starved)
             if only_if_starved and not self._next_stage.has_idle_worker():
                 return
-        self._queue.wake(sum(self._queue.unclaimed()))
+        self._queue.wake(sum(len(work.unclaimed) for work in self._queue.tasks.copy()))
 
     def has_idle_worker(self) -> bool:
-        return self._queue.num_sleepers > 0
+        return bool(self._queue.sleepers)
 
     # -- what a worker does -----------------------------------------------------------------------
 
@@ -346,7 +340,7 @@ class ThreadStage:
                 work = self._queue.take() if seconds < _HAND_OVER_SECONDS else None
             # An idle worker must not keep a batch in memory.
             cursor.batch = None
-            clock.end()
+            clock.current = None
         self._pace.observe(num_samples, seconds)
         epoch.wake_consumer()
 
@@ -376,7 +370,10 @@ class ThreadStage:
             except BaseException as error:
                 note_origin(error, _COLLATE, batch, None)
                 batch.fail(0, without_our_frame(error))
-        forward(batch, output, self._transfer_stage)
+        if self._transfer_stage is None:
+            batch.finish(output)
+        else:
+            forward(batch, output, self._transfer_stage)
         clock.lap(_COLLATE, batch.number, 1)
         return num_filled
 

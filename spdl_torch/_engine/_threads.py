@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
-from ._epoch import Epoch
+from ._batch import Epoch
 
 __all__ = ["Lifetime", "TaskQueue", "WorkerGroup", "Workers", "new_thread"]
 
@@ -62,19 +62,20 @@ class TaskQueue:
     """
 
     def __init__(self) -> None:
-        self._tasks: deque[Any] = deque()
-        self._sleepers: list[threading.Lock] = []
+        self.tasks: deque[Any] = deque()
+        self.sleepers: list[threading.Lock] = []
+        """The locks of the workers that wait, released to wake them."""
         self.is_closed = False
 
     def put(self, task: Any) -> None:
-        self._tasks.append(task)
+        self.tasks.append(task)
         self.wake(1)
 
     def wake(self, num_workers: int) -> None:
         """Wake so many sleeping workers, or all there are."""
         # Take one lock and release it in one operation: an interrupt in between would leave a
         # worker asleep for ever. Each call has its own iterators, which threads do not share.
-        wakes = map(_release, iter(self._sleepers.pop, None))
+        wakes = map(_release, iter(self.sleepers.pop, None))
         with contextlib.suppress(IndexError):
             for _ in range(num_workers):
                 next(wakes)
@@ -82,7 +83,7 @@ class TaskQueue:
     def take(self) -> Any:
         """Return the next task, or None if there is none now."""
         try:
-            return self._tasks.popleft()
+            return self.tasks.popleft()
         except IndexError:
             return None
 
@@ -96,32 +97,25 @@ class TaskQueue:
         while not self.is_closed:
             if (task := self.take()) is not None:
                 return task
-            self._sleepers.append(wakeup)
+            self.sleepers.append(wakeup)
             task = self.take()
             if task is None and not self.is_closed:
                 wakeup.acquire()
                 continue
             try:
-                self._sleepers.remove(wakeup)
+                self.sleepers.remove(wakeup)
             except ValueError:
                 wakeup.acquire()  # Taken to be released, if only in a moment.
             if task is not None:
                 return task
         return None
 
-    @property
-    def num_sleepers(self) -> int:
-        return len(self._sleepers)
-
-    def clear(self) -> None:
-        self._tasks.clear()
-
     def close(self) -> None:
         """Let every worker end after its current task. Waits for nothing."""
         # The flag first: a worker lists itself as a sleeper before it looks at the flag.
         self.is_closed = True
-        self._tasks.clear()
-        while self._sleepers:
+        self.tasks.clear()
+        while self.sleepers:
             self.wake(1)
 
 
@@ -212,7 +206,7 @@ class Workers:
                     del errors, error
 
     def abandon(self) -> None:
-        self.queue.clear()
+        self.queue.tasks.clear()
 
     def request_stop(self) -> None:
         self.queue.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ._batch import PendingBatch, note_origin, without_our_frame
+from ._batch import Epoch, PendingBatch, note_origin, without_our_frame
 from ._clock import StageClock, ThreadStageClock, WorkerClock
-from ._epoch import Epoch
 from ._in_flight import InFlight, batch_in_flight
 from ._stage import Operation
 from ._threads import Workers
@@ -108,7 +107,7 @@ class TransferStage:
                 note_origin(error, self._name, batch, None)
                 batch.fail(0, without_our_frame(error))
             self._clock.lap(self._name, batch.number, 1)
-            self._clock.end()
+            self._clock.current = None
         self._current = None
         batch.finish(output)
         batch.epoch.wake_consumer()

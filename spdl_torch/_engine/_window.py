@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
-from ._batch import Locate, PendingBatch
+from ._batch import Epoch, Locate, PendingBatch
 from ._clock import ConsumerClock
-from ._epoch import Epoch
 
 __all__ = ["NUM_EARLIER", "FirstStage", "NotInTime", "Window"]
 
@@ -102,6 +102,7 @@ class Window:
         self._num_turns_taken = 0
         self._num_turns_told = 0
         self._returned_at = 0.0
+        self._process_id = os.getpid()
 
     def next(self, timeout_seconds: float | None) -> PendingBatch | None:
         """Return the next finished batch, or None at the end of the epoch."""
@@ -110,14 +111,16 @@ class Window:
         deadline = None if timeout_seconds is None else now + timeout_seconds
         num_waits = 0
         while True:
-            self._check_open()
+            if self._epoch.is_closed or os.getpid() != self._process_id:
+                self._check_open()
             self._draw()
             if (batch := self._take_finished()) is not None:
                 break
             if self._pending:
                 # Never wait with a batch that no worker was woken for.
                 self._first_stage.wake(is_needed=True, is_quick=False)
-                self._tell_turns(self._pending[0].number)
+                if self._last_stage is not None:
+                    self._tell_turns(self._pending[0].number)
                 num_waits += not self._wait(num_waits, deadline)
             elif self._has_ended:
                 return None
@@ -126,8 +129,9 @@ class Window:
         # Let workers go on while the consumer computes.
         is_needed = not is_quick and bool(self._pending) and not self._pending[0].is_finished
         self._first_stage.wake(is_needed=is_needed, is_quick=is_quick)
-        self._num_turns_taken += batch.turn is not None
-        self._tell_turns(batch.number + 1)
+        if self._last_stage is not None:
+            self._num_turns_taken += batch.turn is not None
+            self._tell_turns(batch.number + 1)
         self._returned_at = time.monotonic()
         return batch
 
@@ -136,13 +140,18 @@ class Window:
         return sum(batch.is_finished for batch in self._pending.copy())
 
     def _check_open(self) -> None:
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                "this iterator's worker threads belong to the process that made it, and a fork "
+                "does not copy threads. Call iter(loader) in the child process."
+            )
         epoch = self._epoch
         if epoch.error is not None:
             raise RuntimeError(
                 "the event loop that runs the dataset's load has ended. "
                 "Do not stop the loop or cancel its tasks in load."
             ) from epoch.error
-        if epoch.is_closed and (self._pending or not self._has_ended):
+        if self._pending or not self._has_ended:
             raise RuntimeError(
                 "this iterator is closed and has no workers any more. "
                 "Call iter(loader) for a new one, if the loader is not closed too."
@@ -184,7 +193,8 @@ class Window:
         while pending and pending[0].is_finished and pending[0].is_exhausted:
             pending.popleft()
         if self._in_order:
-            return pending.popleft() if pending and self._first_finished(1) == 0 else None
+            is_ready = pending and pending[0].is_finished and not pending[0].is_exhausted
+            return pending.popleft() if is_ready else None
         place = self._first_finished(len(pending))
         # Batches of one worker with its own iterator come in their order: one that was unfinished
         # when it was passed over may have finished since, before the one that was found.
@@ -209,8 +219,7 @@ class Window:
             first_number: of the first batch, in order, that was not taken.
 
         """
-        if self._last_stage is None:
-            return
+        assert self._last_stage is not None
         # In order, batches that were exhausted or failed on the way had a turn too.
         num_taken = first_number if self._last_stage.in_order else self._num_turns_taken
         if num_taken != self._num_turns_told:
@@ -231,13 +240,14 @@ class Window:
             seconds = min(seconds, max(0.0, deadline - asleep_since))
         epoch.defers_wakeup = num_waits == 0
         try:
-            is_woken = epoch.wait(seconds)
+            is_woken = epoch.wakeup.acquire(timeout=seconds)
         finally:
             epoch.defers_wakeup = False
         now = time.monotonic()
         if is_woken:
             if epoch.woken_at > asleep_since:
-                self._clock.count_wakeup(now - epoch.woken_at)
+                self._clock.num_wakeups += 1
+                self._clock.wake_seconds += now - epoch.woken_at
         elif deadline is not None and now >= deadline:
             raise NotInTime
         else:

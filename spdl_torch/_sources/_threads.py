@@ -28,6 +28,7 @@ from .._engine import (
     SampleStage,
     ThreadStage,
     TransferStage,
+    Window,
 )
 from .._randomness import KeyedHook, preserve_global_rng
 from .._resume import IterableProgress, Progress
@@ -69,6 +70,7 @@ class ThreadSource:
             self.receive = self._transfer.receive
         self._epoch: TorchEpoch | None = None
         self._pipeline: Pipeline
+        self._window: Window
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         with datapipe_graph_lock(settings.dataset):
@@ -79,12 +81,12 @@ class ThreadSource:
         assert self._epoch is not None
         self._worker_setup.shared_seed = self._epoch.shared_seed
         self._worker_setup.progress = progress
-        self._pipeline.begin(self._epoch.draws)
+        self._window = self._pipeline.begin(self._epoch.draws)
 
     def _set_up(self, settings: LoaderSettings, progress: Progress) -> None:
         self._epoch = TorchEpoch(settings, progress)
         self._dataset = self._epoch.dataset
-        self._timeout_seconds = settings.timeout
+        self._timeout_seconds = settings.timeout or None
         # Before the dataset is copied for the workers.
         progress.restore_dataset(self._dataset, has_begun=True)
         self._worker_setup = WorkerSetup.of(settings, self._epoch, self._transfer)
@@ -113,7 +115,7 @@ class ThreadSource:
         if not pipeline.is_started and pipeline.is_usable:
             self._start()
         try:
-            batch = pipeline.next(self._timeout_seconds or None)
+            batch = self._window.next(self._timeout_seconds)
         except NotInTime:
             raise RuntimeError(
                 f"DataLoader timed out after {self._timeout_seconds} seconds: no worker finished "

@@ -1,4 +1,4 @@
-"""Our default collate gives what torch's gives; pinning as in torch."""
+"""The default collate returns what torch's returns; pinning is as in torch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_pin_memory_without_accelerator_warns():
 
 @pytest.fixture
 def device(monkeypatch):
-    """An accelerator, as far as the loader can see; gives the threads that chose it."""
+    """An accelerator, as far as the loader can see; the fixture is the threads that chose it."""
     chosen = []
 
     def set_device_index(index):
@@ -126,7 +126,7 @@ def test_pinning_error_raises_at_its_batch():
 
 @pytest.fixture
 def pinned(monkeypatch, device):
-    """Pinned memory, as far as the loader can see; gives the addresses of all of it."""
+    """Pinned memory, as far as the loader can see; the fixture is its addresses."""
     addresses = set()
     empty = torch.empty
 

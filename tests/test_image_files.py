@@ -276,7 +276,7 @@ def digest_of(loader, data):
 
 
 @pytest.mark.exhaustive
-def test_another_process_gives_the_same_pixels():
+def test_another_process_decodes_the_same():
     loader = ImageLoader(30)
     files = [small(name) for name in ONE_OF_EACH.values()]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
@@ -577,7 +577,7 @@ def claims():
 
 
 def attack_with_claims():
-    """Runs in a process of its own, whose memory nobody else uses."""
+    """Run in its own process, to measure its memory."""
     import resource  # noqa: PLC0415
     import time  # noqa: PLC0415
 

@@ -165,7 +165,7 @@ TORCHVISION_DECODES = [
     for name in FORMATS
     if name.startswith(("jpeg", "png", "webp", "gif")) and name != "gif animated"
 ]
-"""Of an animation it gives all frames."""
+"""torchvision decodes all frames of an animation, so that is left out."""
 
 
 def by_torchvision(data, mode):
@@ -216,7 +216,7 @@ def test_grey_equals_pil_at_any_size(name):
 UNCHANGED_CHANNELS = {
     "png grey 8 key": 2,
     "png rgb key": 4,
-    # torchvision gives the indices and the inks, which mean nothing to a network.
+    # torchvision returns the indices and the inks, which mean nothing to a network.
     **{name: 3 for name in FORMATS if "palette" in name},
     "png palette 4 alpha": 4,
     "png palette 8 alpha": 4,

@@ -78,7 +78,7 @@ class Run:
             self.lines.append(json.loads(text))
 
     def processes(self) -> dict[int, bytes]:
-        """The environments of all that were started for it, whoever their parent is by now."""
+        """Return the environments of all processes of this run, by id."""
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # It has ended meanwhile, or is not ours to read.

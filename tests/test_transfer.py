@@ -97,7 +97,7 @@ class Movable:
 
 
 class MovesItself(Movable):
-    """Gives nothing back."""
+    """Its to() returns nothing."""
 
     def to(self, device, **_):
         self.tensor = self.tensor.to(device)
@@ -482,7 +482,7 @@ def test_device_argument_is_kept_as_given(device):
     loader = DataLoader(Squares(), device=device)
     assert loader.device is device
     names = set(inspect.signature(DataLoader).parameters)
-    assert "device" in names & set(vars(loader))  # For those who make the loader anew.
+    assert "device" in names & set(vars(loader))  # For frameworks that make the loader again.
 
 
 def test_other_type_of_device_is_refused():

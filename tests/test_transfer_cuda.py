@@ -1,4 +1,4 @@
-"""Batches arrive on a CUDA device with the right values, whoever is late, and nobody waits.
+"""Batches arrive on a CUDA device with the right values, in any order, and the host never waits.
 
 `torch.cuda._sleep` makes a stream late: a kernel that does nothing for so many cycles. It forces an
 order on the device as an `Event` does among threads, so long as the host has queued the rest before
@@ -239,7 +239,7 @@ def test_own_stream_waits_for_late_copy(num_workers, cycles):
         assert_sums_are_right(loader)
 
 
-# -- nobody waits ---------------------------------------------------------------------------------
+# -- the host does not wait -----------------------------------------------------------------------
 
 
 @with_and_without_workers

@@ -40,7 +40,7 @@ def client():
 
 
 class Numbers(StagedDataset):
-    """Gives the index, the process in which it was preprocessed, and a random number."""
+    """A sample is its index, the process that preprocessed it, and a random number."""
 
     def __init__(self, size):
         self.size = size
@@ -225,7 +225,7 @@ def test_early_break_cancels_its_tasks(client):
 
 
 def test_collection_in_client_thread_cancels_tasks(client, no_collection, recwarn):
-    """There Dask gives a coroutine that nobody awaits, instead of taking a task back."""
+    """In that thread Dask's cancel() returns a coroutine instead of cancelling the task."""
     Circle(left_iterator(client))
     assert collect_in_the_thread_of(client) < 2
     assert seconds_until_no_task_is_left(client) < 2

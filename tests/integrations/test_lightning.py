@@ -206,7 +206,7 @@ def main(directory):
     result = {}
     many = {"strategy": "ddp", "devices": 2}
 
-    # Lightning makes the loader anew, with a sampler of its own.
+    # Lightning makes the loader again, with its own sampler.
     with ThreadPoolExecutor(1) as executor:
         arguments = {
             "buffer_size": 7,
@@ -223,14 +223,14 @@ def main(directory):
         loader = make_loader(shuffle=True, **arguments)
         model, trainer = Model(), make_trainer(directory, **many)
         trainer.fit(model, loader)
-        anew = trainer.train_dataloader
+        remade = trainer.train_dataloader
         result["changed"] = [
             name
             for name in set(inspect.signature(DataLoader).parameters) - {"shuffle"}
-            if getattr(anew, name) != getattr(loader, name)
+            if getattr(remade, name) != getattr(loader, name)
         ]
-        result["is_ours"] = type(anew) is DataLoader and anew is not loader
-        result["sampler"] = type(anew.sampler).__name__
+        result["is_ours"] = type(remade) is DataLoader and remade is not loader
+        result["sampler"] = type(remade.sampler).__name__
 
     for name in ("theirs", "ours"):
         sampler = DistributedRandomSampler(DATASET, seed=1) if name == "ours" else None

@@ -57,7 +57,7 @@ class Network:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
 
-    def count_anew(self, *, has_faults):
+    def reset(self, *, has_faults):
         self.num_requests = self.num_faults = self.max_in_flight = 0
         self.has_faults = has_faults
 
@@ -165,7 +165,7 @@ def store_at(port):
 
 
 class Objects(StagedDataset):
-    """Gives the number of each object, if its content is right."""
+    """A sample is the number of an object, if its content is right."""
 
     def __init__(self, store, size=NUM_OBJECTS):
         self.store, self.size = store, size
@@ -215,7 +215,7 @@ def loader_of(dataset, **arguments):
 @quick
 def test_dropped_requests_are_retried(network):
     """A request that the network drops is sent again; each object comes once and intact."""
-    network.count_anew(has_faults=True)
+    network.reset(has_faults=True)
     loader = loader_of(
         Objects(store_at(network.port)),
         num_io_workers=NUM_REQUESTS,
@@ -223,7 +223,7 @@ def test_dropped_requests_are_retried(network):
     )
     got = torch.cat(list(loader))
     assert sorted(got.tolist()) == list(range(NUM_OBJECTS))
-    # One request for each object and for each fault, and nothing that nobody has counted.
+    # One request for each object and for each fault, and no others.
     assert network.num_faults >= 20
     assert loader.num_retries == loader.stats().num_retries == network.num_faults
     assert network.num_requests == NUM_OBJECTS + network.num_faults
@@ -231,7 +231,7 @@ def test_dropped_requests_are_retried(network):
 
 def test_all_io_workers_send_requests(network):
     """All IO workers have a request in flight."""
-    network.count_anew(has_faults=False)
+    network.reset(has_faults=False)
     loader = loader_of(Objects(store_at(network.port)), num_io_workers=NUM_REQUESTS)
     started = time.perf_counter()
     assert sum(len(batch) for batch in loader) == NUM_OBJECTS
@@ -239,7 +239,7 @@ def test_all_io_workers_send_requests(network):
     assert network.max_in_flight == NUM_REQUESTS
 
     # One after the other, each takes the latency at least.
-    network.count_anew(has_faults=False)
+    network.reset(has_faults=False)
     few = loader_of(Objects(store_at(network.port), 32), num_io_workers=1)
     started = time.perf_counter()
     assert sum(len(batch) for batch in few) == 32
@@ -251,7 +251,7 @@ def test_all_io_workers_send_requests(network):
 
 def test_batch_is_fetched_in_one_call(network):
     """load_many fetches a batch in one call."""
-    network.count_anew(has_faults=False)
+    network.reset(has_faults=False)
     loader = loader_of(ObjectsByBatch(store_at(network.port), 64), num_io_workers=4)
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(64))
     assert network.max_in_flight > 16
@@ -259,7 +259,7 @@ def test_batch_is_fetched_in_one_call(network):
 
 def test_near_records_share_a_request(network):
     """Near records of a batch come in one request."""
-    network.count_anew(has_faults=False)
+    network.reset(has_faults=False)
     loader = loader_of(Records(store_at(network.port), NUM_RECORDS), num_io_workers=4)
     records = torch.cat(list(loader))
     assert (records == records[:, :1]).all()  # Each is whole, and of one kind.
@@ -269,7 +269,7 @@ def test_near_records_share_a_request(network):
 
 def test_missing_object_is_not_retried(network):
     """An object that does not exist is an error at once."""
-    network.count_anew(has_faults=False)
+    network.reset(has_faults=False)
     missing = Objects(store_at(network.port), NUM_OBJECTS + 1)
     loader = DataLoader(
         missing,

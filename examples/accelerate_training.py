@@ -1,4 +1,4 @@
-"""Accelerate, with our loader: one call is another. Stops in mid-epoch, and goes on.
+"""Train with Accelerate: one call changes. Stops in mid-epoch and resumes from a checkpoint.
 
 pip install accelerate
 python examples/accelerate_training.py
@@ -21,7 +21,7 @@ from spdl_torch.integrations.accelerate import prepare
 
 def main() -> None:
     set_seed(0)
-    # Without cpu=True, processes without a GPU would know nothing of each other.
+    # Without cpu=True, each process without a GPU believes that it is the only one.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     points = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(torch.arange(2000), points, points.norm(dim=1, keepdim=True))
@@ -46,12 +46,12 @@ def main() -> None:
         return trained
 
     with tempfile.TemporaryDirectory() as name:
-        [folder] = broadcast_object_list([name])  # The same for all processes.
+        [folder] = broadcast_object_list([name])  # The same in all processes.
         train()
         before = train(max_batches=8)
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
-        # As a new process would.
+        # As in a new process.
         accelerator.load_state(folder)
         after = train()
         accelerator.wait_for_everyone()

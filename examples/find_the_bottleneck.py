@@ -1,4 +1,4 @@
-"""Ask a loader what it waits for, change that, and ask again."""
+"""Find the bottleneck of a loader, change one argument, and measure again."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     pip install h5py
     python examples/hdf5_and_memmap.py
 
-A memory map is shared by all workers. h5py lets one call run at a time, so workers only read there,
-and decompress outside of it.
+All workers share a memory map. h5py runs one call at a time, so workers only read through it, and
+decompress outside of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPE = (96, 96)
 
 
 class Mapped(Dataset[torch.Tensor]):
-    """One map for all workers: pages are read when they are touched, and each is in memory once."""
+    """One map for all workers: pages are read on access, and each is in memory once."""
 
     def __init__(self, path: Path) -> None:
         self.array = np.load(path, mmap_mode="r")
@@ -44,7 +44,7 @@ class Mapped(Dataset[torch.Tensor]):
 class Hdf5(Dataset[torch.Tensor]):
     """One handle for each worker, opened when it is first used.
 
-    A handle must not be inherited by a forked process, so this is right in processes too.
+    A forked process must not inherit a handle, so this is correct in processes too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class Hdf5(Dataset[torch.Tensor]):
         return self.size
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"of_thread": None}  # Handles stay where they are.
+        return self.__dict__ | {"of_thread": None}  # Handles are not copied.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"of_thread": threading.local()})

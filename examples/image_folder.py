@@ -1,8 +1,8 @@
-"""A folder of images, in ImageNet's layout, read and decoded by our image loader.
+"""Load a folder of images in ImageNet's layout with ImageLoader.
 
     python examples/image_folder.py DIRECTORY
 
-Without a directory, a small one is made on the spot.
+Without a directory, it creates a small one.
 """
 
 from __future__ import annotations

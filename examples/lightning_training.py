@@ -1,4 +1,4 @@
-"""Lightning, with our loader: nothing to adapt. Stops in mid-epoch, and goes on from a checkpoint.
+"""Train with Lightning: only the import changes. Stops in mid-epoch and resumes from a checkpoint.
 
 pip install lightning
 python examples/lightning_training.py
@@ -44,8 +44,8 @@ class Distance(lightning.LightningModule):  # type: ignore[misc]
 def make_loader() -> DataLoader[tuple[torch.Tensor, ...]]:
     points = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(torch.arange(2000), points, points.norm(dim=1, keepdim=True))
-    # On several devices Lightning puts a sampler of its own in the place of shuffle=True. It leaves
-    # our DistributedRandomSampler alone.
+    # On several devices Lightning replaces shuffle=True by its own sampler. It does not replace a
+    # DistributedRandomSampler.
     return DataLoader(dataset, batch_size=50, shuffle=True, num_workers=2)
 
 
@@ -63,7 +63,7 @@ def make_trainer(folder: Path, num_steps: int) -> lightning.Trainer:
 
 
 def main() -> None:
-    # Lightning has much to say about the machine.
+    # Lightning prints much about the machine.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
 
@@ -74,10 +74,10 @@ def main() -> None:
         print(f"stopped after {len(first.trained)} samples")
 
         second = Distance()
-        # In an epoch of 40 steps: the 15 that are left of it, and 40 more.
+        # An epoch has 40 steps: the remaining 15 of the first, and 40 more.
         trainer = make_trainer(folder, num_steps=80)
         trainer.fit(second, make_loader(), ckpt_path=folder / "last.ckpt")
-        print(f"went on with {len(second.trained)} samples, loss {second.loss:.3f}")
+        print(f"resumed with {len(second.trained)} samples, loss {second.loss:.3f}")
         assert sorted(first.trained + second.trained[:750]) == list(range(2000))
         print("trained on each sample of the first epoch once")
 

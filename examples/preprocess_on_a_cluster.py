@@ -1,15 +1,15 @@
-"""Preprocess on the machines of a Dask cluster, one of whose workers is killed meanwhile.
+"""Preprocess on a Dask cluster, and kill one of its workers in the middle of the epoch.
 
     pip install distributed
     python examples/preprocess_on_a_cluster.py
     python examples/preprocess_on_a_cluster.py --scheduler tcp://HOST:8786
 
-Without a scheduler, a cluster of two processes is started here, to show how. It has no cores that
-threads would not have too, and each task costs some milliseconds: here, threads are quicker.
+Without a scheduler, it starts a local cluster of two processes. That has no more cores than threads
+would have, and each task costs some milliseconds, so threads would be faster here.
 
 A cluster on other machines must be able to import the dataset's class: install its package there,
-or send its file to the workers with `client.upload_file`. This program sends itself, and takes the
-class from there.
+or send its file to the workers with `client.upload_file`. This program sends itself, and imports
+the class from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spdl_torch import DataLoader, StagedDataset
 
 
 class Spectra(StagedDataset[tuple[torch.Tensor, int, int]]):
-    """Recordings that take a while to prepare."""
+    """Recordings that are slow to preprocess."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -41,7 +41,7 @@ class Spectra(StagedDataset[tuple[torch.Tensor, int, int]]):
         return self.size
 
     def load(self, index: int) -> tuple[int, np.ndarray]:
-        # Stays on this machine. What it gives travels, so it is better small.
+        # Runs on this machine. The result is sent to a worker, so keep it small.
         return index, np.random.default_rng(index).random(4096, np.float32)
 
     def preprocess(self, raw: tuple[int, np.ndarray]) -> tuple[torch.Tensor, int, int]:
@@ -53,11 +53,11 @@ class Spectra(StagedDataset[tuple[torch.Tensor, int, int]]):
 
 
 def train(client: Client, *, kill_one: bool) -> None:
-    # As a module that the workers have, and not as part of the program that runs here.
+    # From a module that the workers can import, not from __main__.
     sys.path.insert(0, str(Path(__file__).parent))
     client.upload_file(__file__)
     dataset = importlib.import_module(Path(__file__).stem).Spectra(400)
-    # pure=False: else Dask looks up, by all the bytes of a task, whether it has had it before.
+    # Without pure=False, Dask hashes all bytes of a task to find equal ones.
     executor = client.get_executor(pure=False)
     loader = DataLoader(
         dataset, batch_size=10, shuffle=True, num_workers=2, preprocess_executor=executor
@@ -79,7 +79,7 @@ def train(client: Client, *, kill_one: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--scheduler", help="address; its workers are left alive")
+    parser.add_argument("--scheduler", help="address; its workers are not killed")
     options = parser.parse_args()
     if options.scheduler is not None:
         with Client(options.scheduler) as client:
@@ -91,7 +91,7 @@ def main() -> None:
             threads_per_worker=1,
             host="127.0.0.1",
             dashboard_address=":0",
-            silence_logs=logging.CRITICAL,  # A death is no news here.
+            silence_logs=logging.CRITICAL,  # A killed worker is expected.
         ) as cluster,
         Client(cluster) as client,
     ):

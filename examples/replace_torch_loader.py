@@ -1,4 +1,4 @@
-"""An ordinary training loop. The import of DataLoader is all that was changed."""
+"""A training loop in which only the import of DataLoader was changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spdl_torch import DataLoader  # was: from torch.utils.data import DataLoade
 
 
 class Stripes(Dataset[tuple[torch.Tensor, int]]):
-    """Noisy 16x16 pictures of stripes: label 0 if they lie, 1 if they stand."""
+    """Noisy 16x16 pictures of stripes: label 0 for horizontal ones, 1 for vertical ones."""
 
     def __init__(self, size: int) -> None:
         self.size = size

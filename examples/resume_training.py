@@ -1,10 +1,10 @@
-"""A training on any number of processes that may be killed, and goes on with any other number.
+"""Resume a training from a checkpoint, with any other number of processes.
 
     python examples/resume_training.py
     torchrun --nproc-per-node=2 examples/resume_training.py --checkpoint FILE
 
-Started again with the same file, it goes on from the last checkpoint: it trains once on each sample
-that is left of the epoch, on as many processes and in batches as large as it is given now.
+Started again with the same file, it resumes from the last checkpoint: it trains once on each sample
+that is left of the epoch, with the number of processes and the batch size that it has now.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spdl_torch import DataLoader, DistributedRandomSampler
 
 
 def make_dataset(size: int = 8001) -> TensorDataset:
-    """Points, and how far they are from the origin; each with its index, for the log."""
+    """Points and their distances from the origin, each with its index for the log."""
     points = torch.rand(size, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(torch.arange(size), points, points.norm(dim=1, keepdim=True))
 
@@ -33,10 +33,10 @@ def make_dataset(size: int = 8001) -> TensorDataset:
 def train(options: argparse.Namespace, device: torch.device) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dataset = make_dataset()
-    # backward() waits for all ranks, so all must have equally many batches: "drop" leaves out the
-    # few samples that cannot be dealt out evenly, others in every epoch. With "keep" it would take
-    # DistributedDataParallel.join(), but a rank that has run out of batches misses a step of the
-    # optimizer, and its momentum is another from then on.
+    # backward() waits for all ranks, so all need equally many batches: "drop" leaves out the few
+    # samples that cannot be divided evenly, different ones in every epoch. "keep" would need
+    # DistributedDataParallel.join(), but a rank without a batch misses a step of the optimizer, and
+    # its momentum differs from then on.
     sampler = DistributedRandomSampler(dataset, tail="drop")
     loader = DataLoader(dataset, options.batch_size, sampler=sampler, num_workers=2)
     torch.manual_seed(0)
@@ -51,13 +51,13 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         loader.load_state_dict(checkpoint["loader"])
         first_epoch, step = checkpoint["epoch"], checkpoint["step"]
         if rank == 0:
-            print(f"going on after step {step}")
-    # Not before the checkpoint is read: this waits for all ranks, so that none of them goes on and
-    # replaces the file while another has not read it yet.
+            print(f"resuming after step {step}")
+    # After the checkpoint is read: this waits for all ranks, so that no rank replaces the file
+    # while another still reads it.
     parallel_model = DistributedDataParallel(model)
 
     def save(epoch: int) -> None:
-        # The state of one rank's loader stands for all, because all have done as many steps.
+        # The state of one rank's loader is enough, because all ranks have done as many steps.
         if rank != 0 or options.checkpoint is None:
             return
         checkpoint = {
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             "epoch": epoch,
             "step": step,
         }
-        # Killed in between, we still have the checkpoint before this one.
+        # If the process is killed here, the previous checkpoint still exists.
         unfinished = options.checkpoint.with_name(options.checkpoint.name + ".unfinished")
         torch.save(checkpoint, unfinished)
         unfinished.replace(options.checkpoint)
@@ -96,11 +96,11 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from and save to")
+    parser.add_argument("--checkpoint", type=Path, help="file to resume from and save to")
     parser.add_argument("--steps-between-checkpoints", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=128, help="of each process")
-    # Not --log: torchrun takes that for one of its own options.
+    # Not --log: torchrun would take that for its own option.
     parser.add_argument("--index-log", type=Path, help="directory to log the trained indices in")
     options = parser.parse_args()
     if options.index_log is not None:
@@ -112,11 +112,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)
-    else:  # Alone, on whatever port is free.
+    else:  # A single process, on any free port.
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
     try:
         train(options, device)
-        dist.barrier()  # Nobody leaves while rank 0 saves: torchrun ends all when one has failed.
+        dist.barrier()  # Rank 0 may still be saving: torchrun ends all ranks when one fails.
     finally:
         dist.destroy_process_group()
 

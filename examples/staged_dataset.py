@@ -1,4 +1,4 @@
-"""A dataset in stages: asynchronous requests, CPU work and collating, each with its own workers."""
+"""A StagedDataset: asynchronous requests, CPU work and collating have separate workers."""
 
 from __future__ import annotations
 

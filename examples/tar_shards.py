@@ -1,6 +1,6 @@
-"""Tar files of samples, shared out to ranks and workers; stopped in the middle, and gone on with.
+"""Stream tar shards to ranks and workers, and resume from a checkpoint in mid-epoch.
 
-The files are laid out as WebDataset's: `0042.png` and `0042.cls` are the parts of one sample.
+The files have WebDataset's layout: `0042.png` and `0042.cls` are the parts of one sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sample = tuple[torch.Tensor, int, str]
 
 
 class TarShards(IterableDataset[Sample]):
-    """Every rank and every worker reads its own shards, each from the first byte to the last."""
+    """Every rank and every worker reads its own shards from start to end."""
 
     def __init__(self, paths: list[Path], rank: int = 0, num_ranks: int = 1) -> None:
         if len(paths) < num_ranks:
@@ -33,7 +33,7 @@ class TarShards(IterableDataset[Sample]):
         self.images = ImageLoader(size=32)
         self.num_shards_done = 0
         self.offset = 0
-        """Where in its shard the next sample begins."""
+        """Offset of the next sample in its shard."""
 
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
@@ -46,7 +46,7 @@ class TarShards(IterableDataset[Sample]):
 
     def samples(self, path: Path) -> Iterator[Sample]:
         with path.open("rb") as file:
-            # What comes before is not read again.
+            # Earlier samples are not read again.
             file.seek(self.offset)
             parts: dict[str, bytes] = {}
             with tarfile.open(fileobj=file, mode="r:") as shard:
@@ -56,7 +56,7 @@ class TarShards(IterableDataset[Sample]):
                     assert content is not None
                     parts[name.suffix] = content.read()
                     if len(parts) == 2:
-                        # Before the sample is given away: a state that is taken then has it.
+                        # Before the yield, so that a state taken then includes the sample.
                         self.offset = shard.offset
                         yield self.sample(name.stem, parts)
                         parts = {}
@@ -64,7 +64,7 @@ class TarShards(IterableDataset[Sample]):
     def sample(self, key: str, parts: dict[str, bytes]) -> Sample:
         return self.images.decode(parts[".png"], key), int(parts[".cls"]), key
 
-    # With these two, `loader.state_dict()` knows where each worker is.
+    # `loader.state_dict()` calls these to save the position of each worker.
     def state_dict(self) -> dict[str, Any]:
         return {"num_shards_done": self.num_shards_done, "offset": self.offset}
 
@@ -90,7 +90,7 @@ def write_shards(folder: Path, num_shards: int, num_samples_each: int) -> list[P
 
 
 def make_loader(paths: list[Path]) -> DataLoader[Sample]:
-    # As torchrun sets them.
+    # Set by torchrun.
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return DataLoader(TarShards(paths, rank, num_ranks), batch_size=16, num_workers=2)
 

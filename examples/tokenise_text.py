@@ -1,8 +1,8 @@
-"""A tokeniser in pure Python holds the interpreter's lock: see it, and cure it with processes.
+"""A tokeniser in pure Python holds the GIL: measure it, and use processes instead.
 
     python examples/tokenise_text.py
 
-Processes win as many times as there are cores free for them: none on a machine that is busy.
+The gain is the number of free cores: none on a machine that is busy.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Texts(StagedDataset[list[int]]):
         return self.tokenise(raw)
 
     def collate(self, samples: list[list[int]]) -> torch.Tensor:
-        # Here and not in preprocess: between processes torch sends a tensor through shared memory,
-        # which for a small one takes longer than to send what is in it.
+        # Not in preprocess: torch sends tensors between processes through shared memory, which is
+        # slower for small ones than sending a list.
         return pad_sequence([torch.tensor(ids) for ids in samples], batch_first=True)
 
 
 def measure(dataset: Texts, executor: Executor | None) -> tuple[float, int, str]:
     loader = DataLoader(dataset, batch_size=16, num_workers=4, preprocess_executor=executor)
-    next(iter(loader))  # Processes get the dataset with their first samples.
+    next(iter(loader))  # The dataset is sent with the first samples.
     started = time.perf_counter()
     num_tokens = sum(int(batch.count_nonzero()) for batch in loader)
     seconds = time.perf_counter() - started
@@ -79,7 +79,7 @@ def main() -> None:
     dataset = Texts(1000)
     texts_per_second, num_tokens, verdict = measure(dataset, None)
     print(f"4 threads: {texts_per_second:.0f} texts/s, {num_tokens} tokens\n  {verdict}")
-    # Not a fork: it would copy the locks that the loader's threads hold at that moment.
+    # Not "fork": it would copy locks that the loader's threads hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         wait([pool.submit(time.sleep, 0.5) for _ in range(2)])  # Until both have started.

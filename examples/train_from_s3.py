@@ -1,12 +1,12 @@
-"""Train on images in an S3-compatible store, with 64 requests in flight and what fails tried again.
+"""Train on images in an S3-compatible store, with 64 requests in flight and retries.
 
     pip install obstore 'moto[server]'
     python examples/train_from_s3.py
     python examples/train_from_s3.py --endpoint https://HOST --bucket NAME --prefix train/
 
 With an endpoint, keys and region come from the environment (AWS_ACCESS_KEY_ID, …), and the names
-of the objects end in their labels, as in `train/0042_1.png`. Without, a server is started here,
-30 ms away, and now and then 300 ms, or with an error.
+of the objects end in their labels, as in `train/0042_1.png`. Without an endpoint, a local server is
+started that answers after 30 ms, and now and then after 300 ms or with an error.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Photos(StagedDataset[Sample]):
 
 
 class PhotosByBatch(Photos):
-    """The same, with all requests of a batch in one call.
+    """The same dataset with all requests of a batch in one call.
 
-    That is the best that torch's worker processes can do: one of them has one batch at a time.
+    This is the best way in torch's worker processes, each of which has one batch at a time.
     """
 
     async def load_many(self, indices: list[int]) -> list[tuple[str, bytes]]:
@@ -83,7 +83,7 @@ Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 def train(batches: Batches) -> float:
-    """Two epochs; gives the share that was right in the second."""
+    """Train two epochs, and return the accuracy of the second."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
@@ -103,7 +103,7 @@ def train(batches: Batches) -> float:
 
 
 def samples_per_second(batches: Batches) -> float:
-    """Of an epoch that only loads: a model's step would take its time with any loader."""
+    """Return the throughput of an epoch that only loads, without a model."""
     started = time.perf_counter()
     num_samples = sum(len(labels) for _, labels in batches)
     return num_samples / (time.perf_counter() - started)
@@ -118,8 +118,8 @@ def compare(store: S3Store, prefix: str) -> None:
         num_workers=2,
         persistent_workers=True,
         num_io_workers=NUM_REQUESTS,
-        # What this client raises for answers like 503 and for broken connections. A missing object
-        # is a FileNotFoundError, and asking again would not bring it.
+        # Raised by this client for answers like 503 and for broken connections. A missing object is
+        # a FileNotFoundError, which a retry would not change.
         on_error=RetryLoad(attempts=5, exceptions=(GenericError,)),
     )
     correct, speed = train(loader), samples_per_second(loader)
@@ -131,7 +131,7 @@ def compare(store: S3Store, prefix: str) -> None:
         PhotosByBatch(store, keys),
         batch_size=BATCH_SIZE,
         shuffle=True,
-        num_workers=2,  # Times 32 are 64 requests here too.
+        num_workers=2,  # 2 × 32 = 64 requests in flight here too.
         persistent_workers=True,
         multiprocessing_context="spawn",  # The client's threads do not survive a fork.
     )
@@ -139,7 +139,7 @@ def compare(store: S3Store, prefix: str) -> None:
     print(f"torch: {correct:.0%} correct, {speed:.0f} images/s")
 
 
-# -- a store of our own ---------------------------------------------------------------------------
+# -- a local store ---------------------------------------------------------------------------
 
 
 def serve(port: Connection, latency_seconds: float) -> None:
@@ -170,7 +170,7 @@ def serve(port: Connection, latency_seconds: float) -> None:
 @contextmanager
 def local_endpoint() -> Iterator[str]:
     ours, servers = multiprocessing.Pipe()
-    # A fork starts at once, and there are no threads yet that it could break.
+    # A fork is fast, and safe because no threads exist yet.
     server = multiprocessing.get_context("fork").Process(
         target=serve, args=(servers, 0.03), daemon=True
     )
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--bucket", default="photos")
     parser.add_argument("--prefix", default="train/")
     options = parser.parse_args()
-    # No retries by the client: the loader tries again, and counts. Both would hide what happens.
+    # No retries by the client: the loader retries, and counts them.
     if options.endpoint is not None:
         store = S3Store(options.bucket, endpoint=options.endpoint, retry_config={"max_retries": 0})
         compare(store, options.prefix)

@@ -1,10 +1,10 @@
-"""Train a ResNet on ImageNet, on any number of processes; killed, it goes on where it was.
+"""Train a ResNet on ImageNet with any number of processes, and resume from a checkpoint.
 
     python examples/train_imagenet.py --data imagenet --epochs 90 --checkpoint last.pt
     torchrun --nproc-per-node=8 examples/train_imagenet.py --data imagenet --checkpoint last.pt
 
-The directory has train/ and val/, with a folder for each class. Without one, a small set of images
-is made on the spot, and a small model learns to tell them apart.
+The directory has train/ and val/, with a folder for each class. Without one, it creates a small set
+of images and trains a small model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from spdl_torch import (
 
 
 def make_images(root: Path, num_train: int = 240, num_val: int = 48) -> None:
-    """Red stripes, green rings and blue checks, more or less, as large as ImageNet's images are."""
+    """Create images of stripes, rings and checks, about as large as those of ImageNet."""
     rng = np.random.default_rng(0)
     rows, columns = np.ogrid[0:375, 0:500]
     for part, number in (("train", num_train), ("val", num_val)):
@@ -76,7 +76,7 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
             sys.exit(
                 f"{root} has no {part}/. It needs train/ and val/, with a folder for each class."
             )
-    # Decoding, cropping and resizing in one go, in the worker threads; the rest is on the device.
+    # Worker threads decode, crop and resize; the rest is done on the device.
     train = ImageFolder(
         str(root / "train"),
         loader=ImageLoader(size=options.size, crop="random", horizontal_flip=0.5),
@@ -89,7 +89,7 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
         "persistent_workers": True,
     }
     data = Data(
-        # All ranks must have equally many batches. A damaged file is replaced, and on record.
+        # All ranks need equally many batches. A damaged file is replaced and recorded.
         train=DataLoader(
             train,
             sampler=DistributedRandomSampler(train, tail="drop"),
@@ -98,7 +98,7 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
             seed=options.seed,
             **shared,
         ),
-        # Every image once, on one rank or another: nothing in it waits for the others.
+        # Every image once, on one of the ranks: validation does not wait for other ranks.
         val=DataLoader(val, sampler=DistributedDeterministicSampler(val, tail="keep"), **shared),
         num_classes=len(train.classes),
     )
@@ -111,7 +111,7 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
 
 
 def normalised(images: Tensor) -> Tensor:
-    """From bytes, which are a quarter of the size to send, to what the model has learnt to see."""
+    """Convert uint8, a quarter of the size to copy, to the normalised floats of the model."""
     mean = torch.tensor([0.485, 0.456, 0.406], device=images.device)
     std = torch.tensor([0.229, 0.224, 0.225], device=images.device)
     return (images / 255 - mean[:, None, None]) / std[:, None, None]
@@ -130,14 +130,14 @@ class Trainer:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-4
         )
-        # By epochs, not steps: of those there are more or fewer with another number of processes.
+        # By epochs: the number of steps changes with the number of processes.
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp)
         self.epoch = 0
         if options.checkpoint is not None and options.checkpoint.exists():
             self.restore()
-        # After the checkpoint is read: this waits for all ranks, so that none replaces the file
-        # while another reads it.
+        # After the checkpoint is read: this waits for all ranks, so that no rank replaces the file
+        # while another still reads it.
         self.parallel_model = DistributedDataParallel(self.model)
 
     def run(self) -> None:
@@ -210,7 +210,7 @@ class Trainer:
         }
 
     def save(self) -> None:
-        # The state of one rank's loader stands for all: they have done as many steps.
+        # The state of one rank's loader is enough: all ranks have done as many steps.
         path: Path | None = self.options.checkpoint
         if not self.is_main or path is None:
             return
@@ -225,7 +225,7 @@ class Trainer:
             part.load_state_dict(states[name])
         self.epoch = states["epoch"]
         if self.is_main:
-            print(f"going on from {self.options.checkpoint}")
+            print(f"resuming from {self.options.checkpoint}")
 
     # -- progress ---------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--amp", action="store_true", help="compute in mixed precision")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from and save to")
+    parser.add_argument("--checkpoint", type=Path, help="file to resume from and save to")
     parser.add_argument("--steps-between-checkpoints", type=int, default=500)
     parser.add_argument("--bad-samples", type=Path, help="file to list damaged images in")
     options = parser.parse_args()
@@ -280,16 +280,16 @@ def main() -> None:
         torch.cuda.set_device(device)
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)
-    else:  # Alone, on whatever port is free.
+    else:  # A single process, on any free port.
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
     try:
         if options.data is not None:
             Trainer(options, make_data(options, options.data, device), device).run()
         else:
             with tempfile.TemporaryDirectory() as directory:
-                make_images(Path(directory))  # Each process its own; they are the same.
+                make_images(Path(directory))  # The same images in each process.
                 Trainer(options, make_data(options, Path(directory), device), device).run()
-        dist.barrier()  # Nobody leaves while rank 0 saves: torchrun ends all when one has failed.
+        dist.barrier()  # Rank 0 may still be saving: torchrun ends all ranks when one fails.
     finally:
         dist.destroy_process_group()
 

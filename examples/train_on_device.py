@@ -1,4 +1,4 @@
-"""A training loop whose batches arrive on the device, on a GPU or without one."""
+"""A training loop whose batches are copied to the GPU, or to the CPU without one."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=2, device=
 
 for epoch in range(3):
     total = torch.zeros((), device=device)
-    for batch, target in loader:  # Copied while the step before was computed.
+    for batch, target in loader:  # Copied during the previous step.
         loss = nn.functional.cross_entropy(model(batch), target)
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with our loaders. Stops in mid-epoch, and goes on from a checkpoint.
+"""Train with the Trainer of transformers. Stops in mid-epoch and resumes from a checkpoint.
 
 pip install transformers accelerate
 python examples/transformers_trainer.py
@@ -25,7 +25,7 @@ from spdl_torch.integrations.transformers import SpdlTrainerMixin
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Numbers, and whether the first of them is a large one."""
+    """Sequences of numbers; the label says whether the first number is large."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -40,7 +40,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 class SpdlTrainer(SpdlTrainerMixin, Trainer):  # type: ignore[misc]
-    """Takes `loader_arguments`, for what `TrainingArguments` do not know."""
+    """Accepts `loader_arguments`, which `TrainingArguments` do not have."""
 
 
 def make_trainer(folder: str, num_steps: int) -> SpdlTrainer:
@@ -85,9 +85,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_trainer(folder, num_steps=25).train()
         trainer = make_trainer(folder, num_steps=80)
-        # In an epoch of 40 steps: the 15 that are left of it, and 40 more.
+        # An epoch has 40 steps: the remaining 15 of the first, and 40 more.
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-25"))
-        print(f"went on from step 25 to step {trainer.state.global_step}")
+        print(f"resumed from step 25 to step {trainer.state.global_step}")
         print(f"accuracy {trainer.evaluate()['eval_accuracy']:.2f}")
 
 

@@ -1,9 +1,8 @@
-"""Datasets and what they do in each stage."""
+"""Datasets, and the hooks that they have for each stage."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
 import os
@@ -12,14 +11,14 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, Subset, default_collate
 
-from ._event_loops import new_event_loop
+from ._event_loops import close_or_keep
 
 __all__ = ["Hooks", "StagedDataset", "collate_of", "finished", "hooks_of"]
 
@@ -28,32 +27,43 @@ Hook = Callable[[Any], Any]
 
 
 class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
-    """A dataset that says which part of its work is I/O, which is CPU and which is memory.
+    """A dataset whose work is split into I/O, CPU and memory.
 
-    Override `load` (or `load_many`) and what else you need. `DataLoader` gives each hook the
-    workers that fit it; under torch's own `DataLoader` the same class works as one piece.
+    Override `load` (or `load_many`), and `preprocess` and `collate` if you need them. `DataLoader`
+    runs each hook in the workers of its stage. torch's own `DataLoader` calls them one after the
+    other.
+
+    >>> class Lengths(StagedDataset):
+    ...     def __len__(self): return 4
+    ...     def load(self, index): return b"x" * index  # In num_io_workers threads.
+    ...     def preprocess(self, raw): return len(raw)  # In num_cpu_workers threads.
+    >>> [batch.tolist() for batch in DataLoader(Lengths(), batch_size=2, num_workers=2)]
+    [[0, 1], [2, 3]]
     """
 
+    __module__ = "spdl_torch"
+
     def load(self, index: Any) -> Any:
-        """I/O: fetch the raw form of a sample, such as the bytes of a file. May be `async def`."""
+        """I/O: return the raw form of a sample, such as a file's bytes. May be `async def`."""
         if self.load_many is None:
             raise NotImplementedError(
                 f"{type(self).__name__} needs a load(index) or a load_many(indices) method."
             )
-        return _only(finished(self.load_many([index])))
+        (raw,) = finished(self.load_many([index]))
+        return raw
 
     load_many: Callable[[Any], Any] | None = None
-    """I/O, instead of `load`: the raw forms of all samples of a batch, in the order of the indices.
+    """I/O, instead of `load`: return the raw forms of a whole batch, in the order of the indices.
 
-    For storage where one request for many is cheaper than many requests. May be `async def`.
+    Use it where one request for many samples is cheaper than many requests. May be `async def`.
     """
 
     def preprocess(self, raw: Any) -> Any:
-        """CPU: make the sample from its raw form. The default takes it as it is."""
+        """CPU: return the sample for its raw form. The default returns the raw form."""
         return raw
 
     def collate(self, samples: list[Any]) -> Any:
-        """Memory: make the batch from its samples. The default is torch's `default_collate`."""
+        """Memory: return the batch of these samples. The default is torch's `default_collate`."""
         return default_collate(samples)
 
     def __getitem__(self, index: Any) -> SampleT_co:
@@ -61,7 +71,7 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
 
     @property
     def __getitems__(self) -> Callable[[Any], list[SampleT_co]] | None:
-        # Not a method: torch looks whether the attribute is there *and* true.
+        # A property, because torch checks that the attribute exists *and* is true.
         return None if self.load_many is None else self._load_and_preprocess_many
 
     def _load_and_preprocess_many(self, indices: Any) -> list[SampleT_co]:
@@ -77,10 +87,13 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
         preprocess: Hook | None = None,
         collate: Hook | None = None,
     ) -> StagedDataset[Any]:
-        """A dataset of functions and a list.
+        """Return a dataset that is made of functions and a list.
 
-        `load` gets an element of `source`, `load_many` a list of them. Without either, the
-        element itself is the raw form.
+        `load` is called with an element of `source`, `load_many` with a list of elements. Without
+        either, the element itself is the raw form.
+
+        >>> StagedDataset.from_functions(["a", "bc"], load=str.encode, preprocess=len)[1]
+        2
         """
         return _FunctionDataset(source, load, load_many, preprocess, collate)
 
@@ -96,12 +109,11 @@ class _FunctionDataset(StagedDataset[Any]):
     ) -> None:
         self._source = source
         if load_many is not None:
-            self.load_many = partial(
-                _load_many_async if _is_async(load_many) else _load_many, source, load_many
-            )
+            all_at = _all_at_async if _is_async(load_many) else _all_at
+            self.load_many = partial(all_at, load_many, source)
         if load is not None:
-            function = _load_async if _is_async(load) else _load
-            self.load = partial(function, source, load)  # type: ignore[method-assign]
+            at = _at_async if _is_async(load) else _at
+            self.load = partial(at, load, source)  # type: ignore[method-assign]
         elif load_many is None:
             self.load = partial(getitem, source)  # type: ignore[method-assign]
         if preprocess is not None:
@@ -113,19 +125,19 @@ class _FunctionDataset(StagedDataset[Any]):
         return len(self._source)
 
 
-def _load(source: Sequence[Any], load: Hook, index: Any) -> Any:
+def _at(load: Hook, source: Sequence[Any], index: Any) -> Any:
     return load(source[index])
 
 
-async def _load_async(source: Sequence[Any], load: Hook, index: Any) -> Any:
+async def _at_async(load: Hook, source: Sequence[Any], index: Any) -> Any:
     return await load(source[index])
 
 
-def _load_many(source: Sequence[Any], load_many: Hook, indices: Any) -> Any:
+def _all_at(load_many: Hook, source: Sequence[Any], indices: Any) -> Any:
     return load_many([source[index] for index in indices])
 
 
-async def _load_many_async(source: Sequence[Any], load_many: Hook, indices: Any) -> Any:
+async def _all_at_async(load_many: Hook, source: Sequence[Any], indices: Any) -> Any:
     return await load_many([source[index] for index in indices])
 
 
@@ -134,20 +146,20 @@ async def _load_many_async(source: Sequence[Any], load_many: Hook, indices: Any)
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a dataset does in the load and preprocess stages; None where it does nothing there."""
+    """A dataset's functions for the load and preprocess stages; None if it has none for a stage."""
 
     load: Hook | None
-    """Gives the raw form for an index."""
+    """Returns the raw form for an index."""
     preprocess: Hook | None
-    """Gives the sample for its raw form or, where there is no load, for its index."""
+    """Returns the sample for its raw form or, without a load hook, for its index."""
     load_is_async: bool = False
     load_takes_batch: bool = False
-    """The load hook gets what the sampler drew for a batch, and gives a raw form for each index."""
+    """The load hook takes the indices of a batch, and returns a raw form for each of them."""
     preprocess_takes_batch: bool = False
 
 
 def hooks_of(dataset: Any, *, batched: bool) -> Hooks:
-    """The hooks of any map-style dataset. One that cannot be split does all its work in preprocess.
+    """Return the hooks of a map-style dataset. One that is not split has a preprocess hook only.
 
     The dataset's class decides, not a method's name: an unrelated method may be called `load`.
     """
@@ -163,7 +175,7 @@ def hooks_of(dataset: Any, *, batched: bool) -> Hooks:
 
 
 def collate_of(dataset: Any) -> Hook | None:
-    """The dataset's own collate hook, if it has one."""
+    """Return the dataset's own collate hook, or None."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if not isinstance(dataset, StagedDataset):
@@ -177,7 +189,7 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
         if _is_async(getattr(dataset, name)):
             raise TypeError(
                 f"{type(dataset).__name__}.{name} is `async def`, but only load and load_many may "
-                "be: asynchronous code helps where one waits for I/O. Make it a plain function."
+                "be: only I/O gains from asynchronous code. Make it a plain function."
             )
     is_identity = getattr(dataset.preprocess, "__func__", None) is StagedDataset.preprocess
     preprocess = None if is_identity else dataset.preprocess
@@ -186,34 +198,27 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
         return Hooks(
             load_many, preprocess, load_is_async=_is_async(load_many), load_takes_batch=True
         )
-    if load_many is not None and getattr(dataset.load, "__func__", None) is StagedDataset.load:
-        is_async = _is_async(load_many)
-        one_of_many = _load_one_of_many_async if is_async else _load_one_of_many
-        return Hooks(partial(one_of_many, load_many), preprocess, load_is_async=is_async)
+    has_default_load = getattr(dataset.load, "__func__", None) is StagedDataset.load
+    if has_default_load and _is_async(load_many):
+        return Hooks(partial(_load_one_of_many, load_many), preprocess, load_is_async=True)
     return Hooks(dataset.load, preprocess, load_is_async=_is_async(dataset.load))
 
 
 def _subset_hooks(subset: Subset[Any], batched: bool) -> Hooks:
     inner = hooks_of(subset.dataset, batched=batched)
     if inner.load is not None:
-        function = _of_subset_many if inner.load_takes_batch else _of_subset
-        load = partial(function, inner.load, subset.indices)
-        return Hooks(
-            load,
-            inner.preprocess,
-            load_is_async=inner.load_is_async,
-            load_takes_batch=inner.load_takes_batch,
-        )
+        function = _all_at if inner.load_takes_batch else _at
+        return replace(inner, load=partial(function, inner.load, subset.indices))
     if inner.preprocess_takes_batch:
-        return Hooks(None, subset.__getitems__, preprocess_takes_batch=True)
+        return replace(inner, preprocess=subset.__getitems__)
     return Hooks(None, _getitem_of(subset))
 
 
 def _is_image_folder(dataset: Any) -> bool:
-    """Whether it is one of torchvision's folders with our loader, and neither is overridden."""
+    """Return whether this is a torchvision folder with an `ImageLoader`, neither overridden."""
     folder = sys.modules.get("torchvision.datasets.folder")
     image = sys.modules.get(f"{__package__}._image")
-    if folder is None or image is None:  # Then nobody can have made one.
+    if folder is None or image is None:  # Then no such object can exist.
         return False
     return (
         getattr(type(dataset), "__getitem__", None) is folder.DatasetFolder.__getitem__
@@ -238,29 +243,13 @@ def _decode_of_folder(dataset: Any, raw: tuple[str, bytes, Any]) -> tuple[Any, A
 
 
 def _getitem_of(dataset: Any) -> Hook:
-    # The interpreter calls a bound method faster than it goes through operator.getitem.
+    # Calling a bound method is faster than operator.getitem.
     return getattr(dataset, "__getitem__", None) or partial(getitem, dataset)
 
 
-def _of_subset(load: Hook, indices: Sequence[Any], index: Any) -> Any:
-    return load(indices[index])
-
-
-def _of_subset_many(load_many: Hook, indices: Sequence[Any], drawn: Any) -> Any:
-    return load_many([indices[index] for index in drawn])
-
-
-def _load_one_of_many(load_many: Hook, index: Any) -> Any:
-    return _only(load_many([index]))
-
-
-async def _load_one_of_many_async(load_many: Hook, index: Any) -> Any:
-    return _only(await load_many([index]))
-
-
-def _only(results: Any) -> Any:
-    (result,) = results
-    return result
+async def _load_one_of_many(load_many: Any, index: Any) -> Any:
+    (raw,) = await load_many([index])
+    return raw
 
 
 def _is_async(function: Any) -> bool:
@@ -275,35 +264,22 @@ def _is_async(function: Any) -> bool:
 class _LoopOfThread(threading.local):
     """One event loop for each thread, so that what a dataset binds to its loop stays usable."""
 
-    def __init__(self) -> None:
-        self._open()
-
-    def _open(self) -> None:
-        self._process_id = os.getpid()
-        self._runner = asyncio.Runner(loop_factory=new_event_loop)
-        # Freed with the thread, or at the interpreter's exit.
-        self._closes_with_thread = _Token()
-        weakref.finalize(
-            self._closes_with_thread, _close_in_process, self._runner, self._process_id
-        )
+    _process_id = 0
 
     def run(self, result: Awaitable[Any]) -> Any:
-        if self._process_id != os.getpid():  # The loop is the one of the forking process.
-            self._open()
-        # In the caller's context of now, not in that of the first call: the sample is another.
+        if self._process_id != os.getpid():  # The first call, here or in a forked process.
+            self._process_id = os.getpid()
+            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self._closes_with_thread = _Token()
+            weakref.finalize(
+                self._closes_with_thread, close_or_keep, self._runner, self._process_id
+            )
+        # In the context of this call, not of the first one: it is another sample's.
         return self._runner.run(_awaited(result), context=contextvars.copy_context())
 
 
 class _Token:
-    pass
-
-
-def _close_in_process(runner: asyncio.Runner, process_id: int) -> None:
-    if os.getpid() == process_id:
-        # To end a loop's threads it starts one more, which cannot be done at the exit from Python
-        # 3.12 on. They have ended by themselves then.
-        with contextlib.suppress(RuntimeError):
-            runner.close()
+    """Released with its thread, or at interpreter exit."""
 
 
 _loop_of_thread = _LoopOfThread()
@@ -314,13 +290,13 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def finished(result: Any) -> Any:
-    """What a hook returned, waited for if it is asynchronous."""
+    """Return what a hook returned or, if that is awaitable, its result."""
     if not inspect.isawaitable(result):
         return result
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return _loop_of_thread.run(result)
-    # This thread has a loop of its own that is busy calling us, as in a notebook.
+    # The event loop of this thread is running this very call, as in a notebook.
     with ThreadPoolExecutor(max_workers=1) as helper:
         return helper.submit(finished, result).result()

@@ -1,4 +1,4 @@
-"""A worker's own copy of a dataset."""
+"""Copies of a dataset, one for each worker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 __all__ = ["DatasetCopies", "of_copy"]
 
 _SHARED_TYPES = (
-    # What cannot change needs no copy, and pickle would look for its name.
+    # Objects that do not change need no copy, and pickle would look up their names.
     type,
     types.FunctionType,
     types.BuiltinFunctionType,
     types.ModuleType,
-    # What is made for sharing is shared, as it is between worker processes.
+    # Objects that are made for sharing are shared, as between worker processes.
     synchronize.SemLock,
     synchronize.Condition,
     synchronize.Event,
@@ -44,22 +44,22 @@ _SHARED_TYPES = (
     threading.Barrier,
     queue.Queue,
     queue.SimpleQueue,
-    # What is different in each thread by itself.
+    # Already different in each thread.
     threading.local,
 )
 
 
 class DatasetCopies:
-    """Copies of one dataset as it is now, as worker processes would get them: made by pickling.
+    """Copies of a dataset as it is now, made by pickling as for worker processes.
 
-    The pickle is made once, in the caller's thread; each worker makes its copy from it. A dataset
-    that cannot be pickled raises or, with `or_shallow`, warns and is copied one level deep.
+    The dataset is pickled once, in the caller's thread; each worker unpickles its copy. A dataset
+    that cannot be pickled is a TypeError or, with `or_shallow`, a warning and a shallow copy.
     """
 
     def __init__(self, dataset: Any, *, or_shallow: bool) -> None:
         self._wrapper = None
         if isinstance(dataset, _DataPipeSerializationWrapper):
-            # torch's wrapper pickles by itself, in a way that knows nothing of shared objects.
+            # torch's wrapper has its own way of pickling, without shared objects.
             self._wrapper = type(dataset)
             dataset = dataset._datapipe  # type: ignore[attr-defined]
         self._dataset = dataset
@@ -70,13 +70,13 @@ class DatasetCopies:
             _Pickler(file, self._shared).dump(dataset)
         except Exception as error:
             message = (
-                f"{type(dataset).__name__} cannot be copied for each worker: {error}. Open what "
-                "cannot be copied when it is first used, or leave it out in __getstate__."
+                f"{type(dataset).__name__} cannot be copied for each worker: {error}. Open "
+                "each file or connection when it is first used, or leave it out in __getstate__."
             )
             if not or_shallow:
                 raise TypeError(message) from error
             warnings.warn(
-                f"{message} Until then the workers' copies share all attributes.", stacklevel=2
+                f"{message} The workers' shallow copies share all attributes.", stacklevel=2
             )
         else:
             self._pickle = file.getvalue()
@@ -114,7 +114,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def of_copy(function: Any, dataset: Any, dataset_copy: Any) -> Any:
-    """The function, or the copy's method where it is a method of the dataset that was copied."""
+    """Return the function or, if it is a method of the dataset, the method of its copy."""
     if getattr(function, "__self__", None) is dataset and dataset is not dataset_copy:
         return types.MethodType(function.__func__, dataset_copy)
     return function

@@ -1,91 +1,61 @@
-"""Event loops that outlive the threads they run in."""
+"""Event loops that stay the same from epoch to epoch and survive a fork."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
-import select
-import selectors
-import sys
 import weakref
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["EventLoop", "new_event_loop"]
+__all__ = ["EventLoop", "close_or_keep"]
 
 
 class EventLoop:
     """Keeps one event loop from epoch to epoch, so that client sessions bound to it stay usable.
 
-    The thread that runs the loop ends with its epoch; the loop itself rests here until the next.
-    Two epochs at the same time get a loop each.
+    The thread that runs the loop ends with its epoch. The loop is kept here until the next epoch.
+    Two epochs at the same time use one loop each.
     """
 
     def __init__(self) -> None:
-        self._resting: list[asyncio.AbstractEventLoop] = []
-        self._process_id = os.getpid()
-        weakref.finalize(self, _close_all, self._resting, self._process_id)
+        self._idle: list[tuple[asyncio.AbstractEventLoop, int]] = []
+        weakref.finalize(self, _close_all, self._idle)
 
     def __reduce__(self) -> tuple[type[EventLoop], tuple[()]]:
         return EventLoop, ()
 
     def take(self) -> asyncio.AbstractEventLoop:
-        if self._process_id != os.getpid():
-            # The loops belong to the process that this one was forked from.
-            self._resting.clear()
-            self._process_id = os.getpid()
         try:
-            return self._resting.pop()
+            loop, process_id = self._idle.pop()
         except IndexError:
-            return new_event_loop()
+            return asyncio.new_event_loop()
+        if process_id == os.getpid():
+            return loop
+        close_or_keep(loop, process_id)  # Inherited by a fork.
+        return self.take()
 
     def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._resting.append(loop)
+        self._idle.append((loop, os.getpid()))
 
 
-def _close_all(loops: list[asyncio.AbstractEventLoop], process_id: int) -> None:
-    if os.getpid() == process_id:
-        for loop in loops:
-            loop.close()
+def _close_all(idle: list[tuple[asyncio.AbstractEventLoop, int]]) -> None:
+    while idle:
+        close_or_keep(*idle.pop())
 
 
-if sys.platform == "linux":
+def close_or_keep(loop: Any, process_id: int) -> None:
+    """Close an event loop, or the runner of one, in its own process; in a forked child, keep it.
 
-    class _PreciseEpollSelector(selectors.EpollSelector):
-        """An epoll that does not oversleep.
-
-        epoll counts in milliseconds and the standard library rounds up, so a loop wakes up half a
-        millisecond late on average: too late for many short waits at a time.
-        """
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._process_id = os.getpid()
-
-        def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-            if self._process_id != os.getpid():
-                # A forked process shares its parent's epoll. When it closes its copy of the loop,
-                # or only forgets it, the parent's must not lose what it waits for.
-                self._selector: Any = select.epoll()
-                self._process_id = os.getpid()
-            return super().unregister(fileobj)
-
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            if timeout is not None and timeout > 0 and self.fileno() < _MAX_SELECT_FD:
-                # An epoll is a file that can be waited for like any other.
-                select.select([self.fileno()], [], [], timeout)
-                timeout = 0
-            return super().select(timeout)
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that is safe in a process that forks."""
-    loop = asyncio.new_event_loop()
-    # Any other type is the user's own choice.
-    if sys.platform == "linux" and type(loop) is asyncio.SelectorEventLoop:
+    A child shares its parent's epoll instance. If the child closed its copy of a loop, or only
+    released it, the loop would unregister the parent's self-pipe, and no thread could wake the
+    parent's loop any more. So a child never releases its copy, not even at interpreter exit.
+    """
+    if os.getpid() != process_id:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop))
+        return
+    # A loop starts a thread to end those of its executor. From Python 3.12 on that raises at
+    # interpreter exit, where they have ended already.
+    with contextlib.suppress(RuntimeError):
         loop.close()
-        loop = asyncio.SelectorEventLoop(_PreciseEpollSelector())
-    return loop
-
-
-_MAX_SELECT_FD: Final = 1024
-"""select() cannot wait for a file descriptor of this number or higher."""

@@ -1,9 +1,8 @@
-"""Random orders that need no memory and can be entered anywhere.
+"""Random permutations that need no memory and can be evaluated at any position.
 
-Everything here is a function of a key and a position, so that the millionth index of an order is as
-near as the first. It is written in plain integer arithmetic on purpose: the streams of numpy's and
-torch's generators may change from one release to the next, and then a job that goes on after an
-upgrade would go on in another order.
+Everything here is a function of a key and a position, so the millionth index of an order costs as
+much as the first. It uses plain integer arithmetic, because the streams of numpy's and torch's RNGs
+may change between releases: a job that resumes after an upgrade would then get another order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["Positions", "key_of", "permutation", "uniform"]
 Positions: TypeAlias = NDArray[np.int64]
 
 _SHUFFLED_SIZE: Final = 1 << 16
-"""Up to this size an order is a table that was shuffled: 0.5 MB and a few milliseconds."""
+"""Up to this size an order is a shuffled table: 0.5 MB and a few milliseconds."""
 
 _NUM_ROUNDS: Final = 8
 
@@ -30,7 +29,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 def key_of(*parts: int) -> int:
-    """One key of 64 bits that depends on every one of the numbers and on their order."""
+    """Return a key of 64 bits that depends on all numbers and on their order."""
     key = 0
     for part in parts:
         key = _mix_int((key ^ (part & _MASK)) + _STEP)
@@ -38,7 +37,7 @@ def key_of(*parts: int) -> int:
 
 
 def permutation(size: int, key: int) -> Callable[[Positions], Positions]:
-    """A function from positions below `size` to indices below `size`, each of them once."""
+    """Return a function from positions below `size` to indices below `size`, one to one."""
     if size <= _SHUFFLED_SIZE:
         table = np.argsort(_hashes(np.arange(size), key), kind="stable")
         return table.__getitem__
@@ -46,16 +45,16 @@ def permutation(size: int, key: int) -> Callable[[Positions], Positions]:
 
 
 def uniform(positions: Positions, key: int) -> NDArray[np.float64]:
-    """A number from 0 to 1 (without 1) for each position."""
+    """Return a number of [0, 1) for each position."""
     return (_hashes(positions, key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class _Feistel:
-    """A permutation as rounds that are each undone by subtracting what was added.
+    """A permutation made of rounds, each of which is invertible by subtracting what it added.
 
-    A position is written as a pair (high, low) with as many values as a rectangle that is hardly
-    larger than `size`. In each round one half is shifted by a hash of the other. What falls into
-    the rectangle's surplus goes round again until it lands inside.
+    A position is a pair (high, low) in a rectangle that is hardly larger than `size`. Each round
+    shifts one half by a hash of the other. A result outside of `size` is permuted again until it is
+    inside.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -91,7 +90,7 @@ def _hashes(positions: Positions, key: int) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread every bit over all of them (the end of SplitMix64)."""
+    """Let every bit affect all bits (the finalizer of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FACTORS[0])
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Sets of whole numbers that are mostly one long run."""
+"""Sets of integers, stored as ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Ranges"]
 
 
 class Ranges:
-    """A set of numbers from 0 up, as sorted pairs (start, stop) that do not touch each other."""
+    """A set of integers from 0 up, stored as sorted pairs (start, stop) with gaps between them."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         self._pairs: list[tuple[int, int]] = []
@@ -21,7 +21,7 @@ class Ranges:
         if start >= stop:
             return
         pairs = self._pairs
-        if pairs and pairs[-1][1] == start:  # By far the most frequent case.
+        if pairs and pairs[-1][1] == start:  # The most frequent case.
             pairs[-1] = (pairs[-1][0], stop)
             return
         first = bisect_left(pairs, start, key=_stop_of)
@@ -50,7 +50,7 @@ class Ranges:
     __hash__ = None  # type: ignore[assignment]
 
     def count(self, below: int | None = None) -> int:
-        """How many numbers there are, or how many below this one."""
+        """Return the size of the set, or how many of its numbers are below this one."""
         if below is None:
             return sum(stop - start for start, stop in self._pairs)
         return sum(min(stop, below) - start for start, stop in self._pairs if start < below)
@@ -63,17 +63,17 @@ class Ranges:
 
     @property
     def is_prefix(self) -> bool:
-        """Nothing beyond the first missing number is in the set."""
+        """Whether no number of the set is above the first missing one."""
         return not self._pairs or (len(self._pairs) == 1 and self._pairs[0][0] == 0)
 
     def missing_at(self, places: Any) -> Any:
-        """The numbers at these places among all that are not in the set; an array of them too."""
+        """Return the number at a place, or at an array of places, among those not in the set."""
         for start, stop in self._pairs:
             places = places + (stop - start) * (places >= start)
         return places
 
     def missing_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The numbers at the places from start to stop among all that are not in the set."""
+        """Yield the ranges at the places from start to stop among the numbers not in the set."""
         if start >= stop:
             return
         first, last = self.missing_at(start), self.missing_at(stop - 1)
@@ -84,7 +84,7 @@ class Ranges:
         yield first, last + 1
 
     def gaps(self, stop: int) -> Iterator[tuple[int, int]]:
-        """The ranges below stop that are not in the set."""
+        """Yield the ranges below stop that are not in the set."""
         missing_from = 0
         for taken_start, taken_stop in self._pairs:
             if taken_start >= stop:

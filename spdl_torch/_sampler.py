@@ -1,4 +1,4 @@
-"""Which indices, in which order, on which rank."""
+"""Samplers: which indices, in which order, on which rank."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["DistributedDeterministicSampler", "DistributedRandomSampler", "Globa
 Tail: TypeAlias = Literal["drop", "pad", "keep"]
 
 _FIRST_CHUNK: Final = 256
-"""The first batch should not wait for an order to be worked out far ahead."""
+"""Indices computed before the first batch, which should not wait for more."""
 _LARGEST_CHUNK: Final = 8192
-"""Indices worked out at once: enough to make what numpy costs a call of no account."""
+"""Indices computed at once later: so many that numpy's overhead for each call is negligible."""
 
 _NOTHING: Final = Ranges()
 
 
 class GlobalSampler(DistributedSampler[Any]):
-    """One order for all ranks, of which each takes every `world_size`-th index.
+    """One order for all ranks, of which each rank takes every `world_size`-th index.
 
-    Because the order does not depend on the ranks, a prefix of it is all that any number of ranks
-    have gone through together, and what is left can be dealt out to any other number.
+    The order does not depend on the ranks. So what all ranks together have processed is a prefix of
+    it, and the rest can be distributed to any other number of ranks.
     """
 
     dataset: Any
@@ -43,26 +43,25 @@ class GlobalSampler(DistributedSampler[Any]):
     def __init__(
         self,
         size: int | Sized,
-        *,
-        rank: int | None,
-        world_size: int | None,
-        num_draws: int | None,
-        seed: int,
+        ranks: tuple[int, int],
         tail: Tail,
+        *,
         shuffle: bool,
+        num_draws: int | None = None,
+        seed: int = 0,
     ) -> None:
         num_indices = _checked_size(size)
-        rank, world_size = _checked_ranks(rank, world_size)
-        if tail not in get_args(Tail):
-            raise ValueError(f'tail must be "drop", "pad" or "keep", got {tail!r}.')
+        rank, world_size = ranks
         super().__init__(
             range(num_indices) if hasattr(size, "__index__") else size,  # type: ignore[arg-type]
             num_replicas=world_size,
             rank=rank,
             shuffle=shuffle,
-            seed=_checked_seed(seed),
+            seed=_checked_int("seed", seed, at_least=0),
             drop_last=tail == "drop",
         )
+        if self.seed >= 1 << 64:
+            raise ValueError(f"seed must be below 2**64, got {seed}.")
         self.tail: Tail = tail
         self.num_indices = num_indices
         self.num_draws = num_indices
@@ -80,11 +79,11 @@ class GlobalSampler(DistributedSampler[Any]):
             )
 
     def __iter__(self) -> Iterator[int]:
-        # The epoch begins with the first index: it may be chosen after an iterator was made.
+        # The epoch begins with the first index, so set_epoch() may come after iter().
         yield from self.indices(self.begin_epoch())
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration. Without it, each takes the epoch after the last.
+        """Set the epoch of the next iteration. Without it, each iteration advances the epoch by 1.
 
         Args:
             epoch: number of the epoch, the same on all ranks.
@@ -99,11 +98,11 @@ class GlobalSampler(DistributedSampler[Any]):
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that an iteration would have if it began now."""
+        """The epoch of an iteration that would begin now."""
         return self.epoch + self._epoch_has_begun
 
     def begin_epoch(self) -> int:
-        """Have an epoch to iterate over; the next call gives the one after it."""
+        """Return the epoch to iterate over. The next call returns the epoch after it."""
         self.epoch = self.next_epoch
         self._epoch_has_begun = True
         return self.epoch
@@ -111,12 +110,12 @@ class GlobalSampler(DistributedSampler[Any]):
     def indices(
         self, epoch: int, start: Ranges = _NOTHING, done: Ranges = _NOTHING
     ) -> Iterator[int]:
-        """The indices that this rank has left of an epoch.
+        """Yield the indices of an epoch that are left for this rank.
 
         Args:
             epoch: which order.
-            start: the positions of the order that are not dealt out, on any rank.
-            done: the places in this rank's share of the others that are left out.
+            start: positions of the order that no rank gets.
+            done: places to skip in this rank's share of the other positions.
 
         """
         num_places = self._num_samples_of(self.num_draws - start.count())
@@ -129,17 +128,17 @@ class GlobalSampler(DistributedSampler[Any]):
             first, chunk = first + chunk, min(2 * chunk, _LARGEST_CHUNK)
 
     def position_of(self, places: Any, start: Ranges) -> Any:
-        """The positions in the order of all ranks that these places in this rank's share have."""
-        dealt = self.rank + self.num_replicas * places
-        # Only where a tail is padded does a rank's share go beyond the end, and begins again.
-        return start.missing_at(dealt % (self.num_draws - start.count()))
+        """Return the positions in the order of all ranks for places in this rank's share."""
+        offsets = self.rank + self.num_replicas * places
+        # The share of a rank goes beyond the end, and wraps around, only if the tail is padded.
+        return start.missing_at(offsets % (self.num_draws - start.count()))
 
     def _order(self, epoch: int) -> Callable[[Positions], Positions]:
-        """The index at each position of an epoch's order."""
+        """Return a function from positions in an epoch's order to indices."""
         raise NotImplementedError
 
     def _num_samples_of(self, num_positions: int) -> int:
-        """How many of so many positions this rank takes."""
+        """Return how many of so many positions this rank takes."""
         match self.tail:
             case "drop":
                 return num_positions // self.num_replicas
@@ -150,29 +149,37 @@ class GlobalSampler(DistributedSampler[Any]):
 
 
 class DistributedRandomSampler(GlobalSampler):
-    """A new random order in every epoch, dealt out to the ranks.
+    """A new random order in every epoch, distributed to the ranks.
 
-    A `torch.utils.data.DistributedSampler` with all its attributes. The order depends on `seed` and
-    the epoch alone: no global generator has a part in it, and it is the same on all ranks before
-    each takes its own indices. It needs no memory to speak of, however large the dataset is.
-    Iterated again without `set_epoch`, it goes on with the next epoch.
+    It is a `torch.utils.data.DistributedSampler` with all its attributes. The order depends only on
+    `seed` and the epoch, not on a global RNG. It needs almost no memory for any size of dataset.
+    Iterated again without `set_epoch`, it advances to the next epoch. With it, a `DataLoader` can
+    resume from a checkpoint on any number of ranks.
 
-    With it, a `DataLoader` goes on from a saved state on any number of ranks.
+    >>> sampler = DistributedRandomSampler(10, rank=0, world_size=2, seed=0)
+    >>> loader = DataLoader(range(10), batch_size=5, sampler=sampler)
+    >>> sampler.set_epoch(1)
+    >>> [batch.tolist() for batch in loader]
+    [[1, 7, 5, 3, 9]]
 
     Args:
         size: number of samples, or the dataset.
-        rank: of this process. Default: from `torch.distributed` if it is initialised, else from the
-            environment variable ``RANK`` (set by torchrun), else 0.
+        rank: rank of this process. Default: from `torch.distributed` if it is initialised, else
+            from the environment variable ``RANK`` (set by torchrun), else 0.
         world_size: number of ranks. Default: found like the rank, in ``WORLD_SIZE``; else 1.
-        num_draws: number of indices of an epoch, all ranks together. Default: `size`. More than
-            `size` goes through the dataset several times, each time in another order.
+        num_draws: number of indices of an epoch, for all ranks together. Default: `size`. More
+            than `size` repeats the dataset, each time in another order.
         weights: draw with replacement, each index with a probability in proportion to its weight.
-        seed: same on all ranks; another seed, another order.
-        tail: what to do if the indices cannot be dealt out evenly. ``"drop"``: leave out the last;
-            ``"pad"``: repeat the first, as torch does; ``"keep"``: every index once, so that some
-            ranks have one more than the others.
+        seed: the same on all ranks. Another seed has another order.
+        tail: what to do if the indices cannot be divided evenly. ``"drop"`` (default): leave out
+            the last ones. ``"pad"``: repeat the first ones, as torch does. ``"keep"``: use every
+            index once, so that some ranks have one index more than others.
+        num_replicas: torch's name for `world_size`.
+        drop_last: torch's name for `tail`: True is ``"drop"``, False is ``"pad"``.
 
     """
+
+    __module__ = "spdl_torch"
 
     def __init__(
         self,
@@ -183,16 +190,17 @@ class DistributedRandomSampler(GlobalSampler):
         num_draws: int | None = None,
         weights: Sequence[float] | NDArray[Any] | torch.Tensor | None = None,
         seed: int = 0,
-        tail: Tail = "drop",
+        tail: Tail | None = None,
+        num_replicas: int | None = None,
+        drop_last: bool | None = None,
     ) -> None:
         super().__init__(
             size,
-            rank=rank,
-            world_size=world_size,
+            _checked_ranks(rank, world_size, num_replicas),
+            _checked_tail(tail, drop_last, default="drop"),
+            shuffle=True,
             num_draws=num_draws,
             seed=seed,
-            tail=tail,
-            shuffle=True,
         )
         if weights is not None:
             self.weights = _checked_weights(weights, self.num_indices)
@@ -206,7 +214,7 @@ class DistributedRandomSampler(GlobalSampler):
         rounds: dict[int, Callable[[Positions], Positions]] = {}
 
         def index_at(positions: Positions) -> Positions:
-            # Positions come in ascending order, but for those that pad a tail.
+            # Positions are ascending, except those that pad a tail: one round is enough to keep.
             result = np.empty_like(positions)
             for number in np.unique(positions // size).tolist():
                 if number not in rounds:
@@ -222,11 +230,11 @@ class DistributedRandomSampler(GlobalSampler):
         self, weights: NDArray[np.float64], key: int
     ) -> Callable[[Positions], Positions]:
         sums = np.cumsum(weights)
-        # The last one that can be drawn, should a product below be rounded up to the whole sum.
+        # The product below may be rounded up to the whole sum: this is the last index to draw.
         last = int(np.flatnonzero(weights)[-1])
 
         def index_at(positions: Positions) -> Positions:
-            # To the right of equal sums: an index without weight adds nothing, and is passed over.
+            # To the right of equal sums, which skips indices of weight 0.
             drawn = np.searchsorted(sums, uniform(positions, key) * sums[-1], side="right")
             drawn_indices: Positions = np.minimum(drawn, last)
             return drawn_indices
@@ -235,17 +243,27 @@ class DistributedRandomSampler(GlobalSampler):
 
 
 class DistributedDeterministicSampler(GlobalSampler):
-    """All indices in ascending order, dealt out to the ranks: for evaluation.
+    """All indices in ascending order, distributed to the ranks: for evaluation.
+
+    >>> [list(DistributedDeterministicSampler(5, rank=rank, world_size=2)) for rank in range(2)]
+    [[0, 2, 4], [1, 3, 0]]
+    >>> list(DistributedDeterministicSampler(5, rank=1, world_size=2, tail="keep"))
+    [1, 3]
 
     Args:
         size: number of samples, or the dataset.
-        rank: of this process; found as by `DistributedRandomSampler`.
-        world_size: number of ranks; found as by `DistributedRandomSampler`.
-        tail: what to do if the indices cannot be dealt out evenly. ``"pad"``: repeat the first, so
-            that all ranks have equally many; ``"keep"``: every index once, so that metrics are
-            exact, but some ranks have one more than the others; ``"drop"``: leave out the last.
+        rank: rank of this process; the default is that of `DistributedRandomSampler`.
+        world_size: number of ranks; the default is that of `DistributedRandomSampler`.
+        tail: what to do if the indices cannot be divided evenly. ``"pad"`` (default): repeat the
+            first ones, so that all ranks have equally many. ``"keep"``: use every index once, so
+            that metrics are exact, but some ranks have one index more than others. ``"drop"``:
+            leave out the last ones.
+        num_replicas: torch's name for `world_size`.
+        drop_last: torch's name for `tail`: True is ``"drop"``, False is ``"pad"``.
 
     """
+
+    __module__ = "spdl_torch"
 
     def __init__(
         self,
@@ -253,15 +271,14 @@ class DistributedDeterministicSampler(GlobalSampler):
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        tail: Tail = "pad",
+        tail: Tail | None = None,
+        num_replicas: int | None = None,
+        drop_last: bool | None = None,
     ) -> None:
         super().__init__(
             size,
-            rank=rank,
-            world_size=world_size,
-            num_draws=None,
-            seed=0,
-            tail=tail,
+            _checked_ranks(rank, world_size, num_replicas),
+            _checked_tail(tail, drop_last, default="pad"),
             shuffle=False,
         )
 
@@ -272,12 +289,34 @@ class DistributedDeterministicSampler(GlobalSampler):
         return lambda positions: positions
 
 
-# -- what the arguments mean ----------------------------------------------------------------------
+# -- checks of the arguments -----------------------------------------------------------------------
 
 
-def _checked_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _checked_tail(tail: Tail | None, drop_last: bool | None, default: Tail) -> Tail:
+    if tail is not None and tail not in get_args(Tail):
+        raise ValueError(f'tail must be "drop", "pad" or "keep", got {tail!r}.')
+    if drop_last is None:
+        return tail or default
+    if tail is not None and (tail == "drop") != drop_last:
+        raise ValueError(
+            f"tail={tail!r} and drop_last={drop_last} contradict each other. Pass one of them: "
+            'drop_last=True is tail="drop", drop_last=False is tail="pad".'
+        )
+    return tail or ("drop" if drop_last else "pad")
+
+
+def _checked_ranks(
+    rank: int | None, world_size: int | None, num_replicas: int | None
+) -> tuple[int, int]:
+    if num_replicas is not None and world_size not in {None, num_replicas}:
+        raise ValueError(
+            f"world_size={world_size!r} and num_replicas={num_replicas!r} are two names for the "
+            "number of ranks. Pass one of them."
+        )
     of_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if world_size is not None:
+    if num_replicas is not None:
+        num_ranks = world_size = _checked_count("num_replicas", num_replicas)
+    elif world_size is not None:
         num_ranks = _checked_count("world_size", world_size)
     elif of_group:
         num_ranks = torch.distributed.get_world_size()
@@ -290,7 +329,7 @@ def _checked_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if world_size is not None and number >= num_ranks:
             raise ValueError(
                 f"world_size is {num_ranks}, but this process has rank {number}. Pass rank too, "
-                "or neither."
+                "or leave out both."
             )
     if number >= num_ranks:
         raise ValueError(
@@ -309,26 +348,19 @@ def _number_in(variable: str, default: int, at_least: int) -> int:
         number = -1
     if number < at_least:
         raise ValueError(
-            f"the environment variable {variable} is {text!r}, which is no number from {at_least} "
-            "up. Unset it, or pass rank and world_size."
+            f"the environment variable {variable} is {text!r}, but must be an integer of at least "
+            f"{at_least}. Unset it, or pass rank and world_size."
         )
     return number
 
 
 def _checked_size(size: Any) -> int:
     if not isinstance(size, str | bytes):
-        with contextlib.suppress(TypeError):  # An array of no dimensions has a length in vain.
+        with contextlib.suppress(TypeError):  # Raised by len() of an array without dimensions.
             size = len(size)
     if size == 0:
-        raise ValueError("size must be at least 1: there is nothing to draw from an empty dataset.")
+        raise ValueError("size must be at least 1: an empty dataset has nothing to draw.")
     return _checked_int("size", size, at_least=1, hint="Pass a number, or the dataset.")
-
-
-def _checked_seed(seed: Any) -> int:
-    number = _checked_int("seed", seed, at_least=0)
-    if number >= 1 << 64:
-        raise ValueError(f"seed must be below 2**64, got {number}.")
-    return number
 
 
 def _checked_count(name: str, value: Any) -> int:

@@ -1,4 +1,4 @@
-"""StagedDataset: three hooks, in our loader and in torch's."""
+"""StagedDataset: its hooks in our loader and in torch's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ EXPECTED = [("collated", [0, 10, 20, 30]), ("collated", [40, 50, 60, 70]), ("col
 
 @pytest.mark.parametrize("dataset", STAGED)
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_every_hook_is_called_in_its_turn(dataset, num_workers):
+def test_hooks_run_in_order(dataset, num_workers):
+    """Load, preprocess and collate are applied in this order."""
     assert list(DataLoader(dataset, batch_size=4, num_workers=num_workers)) == EXPECTED
 
 
 @pytest.mark.parametrize("dataset", STAGED)
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_without_batching_the_samples_come_by_themselves(dataset, num_workers):
+def test_batch_size_none_yields_samples(dataset, num_workers):
+    """With batch_size=None the loader yields samples."""
     loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     assert list(loader) == list(range(0, 100, 10))
 
@@ -45,11 +47,14 @@ def test_it_works_under_torchs_own_loader(dataset):
 
 
 @pytest.mark.parametrize("dataset", STAGED)
-def test_a_sample_can_be_looked_at(dataset):
+def test_getitem_returns_a_sample(dataset):
+    """dataset[i] runs load and preprocess."""
     assert dataset[3] == 30
 
 
-def test_a_sample_can_be_looked_at_in_a_notebook():
+def test_getitem_works_in_a_notebook():
+    """dataset[i] works while the thread's event loop is running."""
+
     async def cell():
         # A notebook's cells run in an event loop that is busy with them.
         return StagedAsync(10)[3]
@@ -81,7 +86,8 @@ class ThreadNames(StagedDataset):
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(6))])
-def test_each_hook_runs_in_its_own_stages_threads(wrap):
+def test_hooks_run_in_their_stage(wrap):
+    """Each hook runs in the threads of its stage."""
     for batch in DataLoader(wrap(ThreadNames()), batch_size=2, num_workers=2):
         for load, preprocess, collate in batch:
             assert load.startswith("spdl_torch-load")
@@ -102,7 +108,9 @@ def test_load_alone_is_enough():
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_no_hook_at_all_is_an_error_that_says_which():
+def test_missing_hooks_are_named():
+    """A dataset without load and load_many is an error that names both."""
+
     class Empty(StagedDataset):
         def __len__(self):
             return 1
@@ -125,7 +133,8 @@ class UnrelatedLoad(Squares):
         raise AssertionError("has nothing to do with stages")
 
 
-def test_an_unrelated_method_called_load_is_left_alone():
+def test_unrelated_load_is_not_called():
+    """A method `load` of another class is not a hook."""
     loader = DataLoader(UnrelatedLoad(3), num_workers=2)
     assert [batch.item() for batch in loader] == [0, 1, 4]
 
@@ -140,13 +149,15 @@ class Recording(StagedMany):
         return super().load_many(indices)
 
 
-def test_load_many_gets_one_request_for_each_batch():
+def test_load_many_runs_once_per_batch():
+    """load_many gets all indices of a batch in one call."""
     dataset = Recording(10)
     list(DataLoader(dataset, batch_size=4, num_workers=2))
     assert sorted(dataset.requests) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_collate_fn_given_to_the_loader_goes_before_the_datasets():
+def test_collate_fn_overrides_the_dataset():
+    """The loader's collate_fn has priority over the dataset's collate."""
     assert list(DataLoader(Staged(2), batch_size=2, collate_fn=sum, num_workers=1)) == [10]
 
 
@@ -183,7 +194,8 @@ def decode(raw):
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_functions_and_a_list_make_a_dataset(functions, num_workers):
+def test_from_functions_makes_a_dataset(functions, num_workers):
+    """Functions and a list make a dataset that can be pickled."""
     dataset = StagedDataset.from_functions(
         ["a", "b", "c"], preprocess=decode, collate="".join, **functions
     )
@@ -193,7 +205,8 @@ def test_functions_and_a_list_make_a_dataset(functions, num_workers):
     assert pickle.loads(pickle.dumps(dataset))[2] == "C!"
 
 
-def test_functions_without_a_load_take_the_elements_as_they_are():
+def test_from_functions_without_load():
+    """Without load, the elements themselves are the raw forms."""
     dataset = StagedDataset.from_functions([1, 2, 3], preprocess=float)
     loader = DataLoader(dataset, batch_size=3, num_workers=1)
     assert [batch.tolist() for batch in loader] == [[1.0, 2.0, 3.0]]
@@ -219,14 +232,16 @@ class BoundToItsLoop(StagedDataset):
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_async_loads_have_the_same_event_loop_in_every_epoch(persistent_workers):
+def test_event_loop_survives_epochs(persistent_workers):
+    """Async loads run in the same event loop in every epoch."""
     loader = DataLoader(BoundToItsLoop(), num_workers=2, persistent_workers=persistent_workers)
     for _ in range(3):
         assert [batch.item() for batch in loader] == [0, 1, 2, 3]
     loader.close()
 
 
-def test_async_loads_without_workers_have_the_same_event_loop_too():
+def test_event_loop_without_workers():
+    """Without workers, async loads of a thread share one event loop."""
     for _ in range(2):
         assert len(list(DataLoader(BoundToItsLoop()))) == 4
 
@@ -239,13 +254,33 @@ class ThroughAThread(StagedDataset):
         return await asyncio.to_thread(int, index)
 
 
-def test_torchs_worker_processes_have_event_loops_of_their_own():
+def test_worker_processes_have_own_loops():
+    """Forked worker processes do not use the parent's event loop."""
     dataset = ThroughAThread()
     assert dataset[0] == 0  # Now this thread has one, which the processes are forked with.
     loader = torch.utils.data.DataLoader(dataset, batch_size=3, num_workers=2)
     for _ in range(3):
         assert torch.cat(list(loader)).tolist() == list(range(12))
     assert dataset[1] == 1
+
+
+def test_child_exit_spares_parent_loop():
+    """A forked child that exits does not unregister what wakes its parent's event loop."""
+    assert_says_nothing(
+        "import asyncio, os\n"
+        "from spdl_torch import DataLoader, StagedDataset\n"
+        "class Photos(StagedDataset):\n"
+        "    def __len__(self): return 4\n"
+        "    async def load(self, index): return await asyncio.to_thread(abs, -index)\n"
+        "loaders = [DataLoader(Photos(), num_workers=number) for number in (0, 1)]\n"
+        "assert [len(list(loader)) for loader in loaders] == [4, 4]\n"
+        "if os.fork() == 0:\n"
+        "    assert [len(list(loader)) for loader in loaders] == [4, 4]\n"
+        "    loaders.clear()\n"
+        "    raise SystemExit\n"
+        "assert os.wait()[1] == 0\n"
+        "assert [len(list(loader)) for loader in loaders] == [4, 4]\n"
+    )
 
 
 class SwallowsCancelling(StagedDataset):
@@ -263,7 +298,8 @@ class SwallowsCancelling(StagedDataset):
         return index
 
 
-def test_closing_ends_a_load_that_will_not_be_cancelled():
+def test_close_ends_uncancellable_load():
+    """close() ends a load that suppresses its cancellation."""
     dataset = SwallowsCancelling()
     loader = DataLoader(dataset, num_workers=2)
     iterator = iter(loader)
@@ -289,7 +325,8 @@ class Info(StagedDataset):
         return samples
 
 
-def test_workers_of_all_stages_have_ids_and_seeds_of_their_own():
+def test_workers_have_own_ids_and_seeds():
+    """Workers of all stages have different ids and seeds."""
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Info(), num_workers=2, num_io_workers=5, batch_size=8, generator=generator)
     base_seed = torch.empty((), dtype=torch.int64).random_(
@@ -306,7 +343,8 @@ def test_workers_of_all_stages_have_ids_and_seeds_of_their_own():
                 assert info.worker_method == "thread"
 
 
-def test_an_async_load_that_uses_threads_says_nothing_at_the_exit():
+def test_async_load_exits_silently():
+    """An event loop whose executor has threads is closed silently at exit."""
     assert_says_nothing(
         "import asyncio\n"
         "from spdl_torch import StagedDataset\n"

@@ -24,12 +24,14 @@ class Identities(Squares):
         return id(self)
 
 
-def test_a_map_style_dataset_is_one_shared_object():
+def test_workers_share_the_dataset():
+    """All workers use the same map-style dataset object."""
     dataset = Identities(2)
     assert {batch.item() for batch in DataLoader(dataset, num_workers=2)} == {id(dataset)}
 
 
-def test_copy_dataset_gives_each_worker_its_own():
+def test_copy_dataset_copies_per_worker():
+    """With copy_dataset=True every worker has its own copy."""
     dataset = Identities(2)
     loader = DataLoader(dataset, num_workers=2, copy_dataset=True)
     assert len({batch.item() for batch in loader} | {id(dataset)}) == 3
@@ -42,7 +44,8 @@ class Changing(Squares):
         return index + self.offset
 
 
-def test_copies_see_the_dataset_as_it_was_when_the_workers_started():
+def test_copies_are_made_at_start():
+    """Copies have the state of the dataset when the workers started."""
     dataset = Changing(8)
     loader = DataLoader(
         dataset, num_workers=1, prefetch_factor=1, copy_dataset=True, persistent_workers=True
@@ -72,7 +75,8 @@ class WithHooks(StagedDataset):
         return [{*sample, self} for sample in samples]
 
 
-def test_every_hook_acts_on_the_workers_copy():
+def test_hooks_use_the_copy():
+    """Every hook is a method of the worker's copy."""
     dataset = WithHooks()
     for batch in DataLoader(dataset, num_workers=1, num_io_workers=1, copy_dataset=True):
         for copies in batch:
@@ -115,13 +119,15 @@ class HoldsGenerator(IterableDataset):
         return self.generator
 
 
-def test_an_iterable_that_cannot_be_copied_warns_and_works_on_a_shallow_copy():
+def test_unpicklable_iterable_is_copied_shallowly():
+    """An iterable dataset that cannot be pickled warns and is copied one level deep."""
     with pytest.warns(UserWarning, match="HoldsGenerator cannot be copied for each worker"):
         loader = iter(DataLoader(HoldsGenerator(), num_workers=1))
     assert [batch.item() for batch in loader] == [0, 1, 2]
 
 
-def test_a_map_style_dataset_that_cannot_be_copied_on_request_is_an_error():
+def test_unpicklable_dataset_is_an_error():
+    """copy_dataset=True for a dataset that cannot be pickled is an error with advice."""
     dataset = Squares(3)
     dataset.generator = (n for n in range(3))
     with pytest.raises(TypeError, match=r"Squares cannot be copied for each worker.*first used"):

@@ -1,8 +1,9 @@
-"""Every piece of Python in the README and the docs runs, and every link leads somewhere."""
+"""The code in the README, the docs and the docstrings runs, and every link has a target."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import doctest
 import importlib.util
 import inspect
 import io
@@ -48,7 +49,7 @@ def needs_what_is_missing(block):
     return any(importlib.util.find_spec(name) is None for name in imported & set(FRAMEWORKS))
 
 
-# -- what the pages speak of ----------------------------------------------------------------------
+# -- names that the examples use ------------------------------------------------------------------
 
 
 class Client:
@@ -62,7 +63,7 @@ class Response:
 
 
 class Texts(torch.utils.data.Dataset):
-    """Can be sent to the processes of a pool."""
+    """A dataset that can be pickled."""
 
     def __len__(self):
         return 64
@@ -97,8 +98,8 @@ def write_shard(path):
 
 
 def replace_the_store(monkeypatch, paths):
-    """One in memory, in the place of one that is far away."""
-    import obstore.store  # noqa: PLC0415 (need not be there)
+    """Use a store in memory instead of a remote one."""
+    import obstore.store  # noqa: PLC0415 (need not be installed)
 
     store = obstore.store.MemoryStore()
     for path in paths:
@@ -109,11 +110,11 @@ def replace_the_store(monkeypatch, paths):
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
-    """Names that a reader has in mind."""
+    """Return the names that the examples use without defining them."""
     monkeypatch.chdir(tmp_path)
-    # It wants the archives of the real one.
+    # The real one needs its archives.
     monkeypatch.setattr(torchvision.datasets, "ImageNet", torchvision.datasets.ImageFolder)
-    # Eight processes would take longer to start than all the rest.
+    # Starting eight processes would take longer than all other examples.
     monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", pool_of_threads)
     rng = np.random.default_rng(0)
     (tmp_path / "photos").symlink_to("images")
@@ -166,15 +167,16 @@ def setting(tmp_path, monkeypatch):
     }
 
 
-# WebDataset leaves it to the garbage collector to close files.
+# WebDataset leaves closing files to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
-def test_the_code_of_a_page_runs(page, setting, capsys):
+def test_code_of_a_page_runs(page, setting, capsys):
+    """Every block of Python on a page runs, and a loader that it makes returns a batch."""
     if page.name == "remote.md":
-        pytest.importorskip("obstore")  # Each of its blocks goes on from the first.
+        pytest.importorskip("obstore")  # Each of its blocks uses the first.
     if not torch.cuda.is_available():
         setting["batch"] = setting["batch"].to("meta")
     for block in blocks(page):
@@ -184,7 +186,6 @@ def test_the_code_of_a_page_runs(page, setting, capsys):
             continue
         before = setting["loader"]
         exec(compile(block.replace(CLUSTER, CLUSTER_HERE), page.name, "exec"), setting)
-        # A loader that could not give a batch would be no example.
         loader = setting["loader"]
         if loader is not before and "Pool" not in block:
             assert next(iter(loader)) is not None
@@ -192,11 +193,57 @@ def test_the_code_of_a_page_runs(page, setting, capsys):
             setting["client"].close()
 
 
-# -- what the pages say ---------------------------------------------------------------------------
+# -- docstrings ------------------------------------------------------------------------------------
+
+PUBLIC = {name: getattr(spdl_torch, name) for name in spdl_torch.__all__ if name != "__version__"}
+CLASSES = {name for name, value in PUBLIC.items() if inspect.isclass(value)}
+
+WITHOUT_EXAMPLE = {
+    "BadSample",
+    "CachedLoader",
+    "DataLoader",
+    "LoaderStats",
+    "LoopStats",
+    "Profile",
+    "ReplaceBadSamples",
+    "RetryLoad",
+    "StageStats",
+    "TooManyBadSamples",
+    "Verdict",
+}
+"""Public classes whose docstring has no example yet."""
+
+WITH_PRIVATE_MODULE = WITHOUT_EXAMPLE | {"sample_rng", "transfer"}
+"""Public names that tracebacks do not show as spdl_torch.NAME yet."""
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_docstring_examples_run(name, setting):
+    """The examples of a public class or function print what they say."""
+    names = setting | {"torchvision": torchvision, "__name__": "__main__"}
+    tests = doctest.DocTestFinder().find(PUBLIC[name], name, module=False, globs=names)
+    if not any(test.examples for test in tests):
+        assert name in WITHOUT_EXAMPLE or name not in CLASSES
+        pytest.skip("has no example")
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    output = []
+    for test in tests:
+        runner.run(test, out=output.append)
+    assert runner.failures == 0, "".join(output)
+
+
+def test_public_names_hide_private_modules():
+    """A traceback or a repr shows a public name where users import it from."""
+    private = {name for name, value in PUBLIC.items() if value.__module__ != "spdl_torch"}
+    assert private <= WITH_PRIVATE_MODULE
+
+
+# -- text ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_of_ours_leads_somewhere(page):
+def test_links_have_targets(page):
+    """A link to a file of the repository, or to a heading in it, finds it."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -209,7 +256,33 @@ def test_every_link_to_a_file_of_ours_leads_somewhere(page):
             assert anchor in slugs, target
 
 
-def test_every_argument_is_explained_to_those_who_come_from_torch():
+NOT_PLAIN_YET = {
+    "CONTRIBUTING.md",
+    "docs/profiling.md",
+    "spdl_torch/_bad_samples.py",
+    "spdl_torch/_cli",
+    "spdl_torch/_dataloader.py",
+    "spdl_torch/_device",
+    "spdl_torch/_profiling",
+    "spdl_torch/_randomness",
+    "spdl_torch/_resume",
+    "spdl_torch/_verdict.py",
+    "spdl_torch/_worker.py",
+    "spdl_torch/_worker_info.py",
+}
+"""Files and folders that still have words of the list below."""
+
+
+def test_text_is_plain_english():
+    """Words that make the text hard to search and to read stay out of docs and package."""
+    unwanted = re.compile(r"\b(whoever|nobody|somebody|anew|in vain)\b", re.IGNORECASE)
+    files = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "spdl_torch").rglob("*.py")]
+    found = {file.relative_to(ROOT) for file in files if unwanted.search(file.read_text())}
+    assert {"/".join(path.parts[:2]) for path in found} <= NOT_PLAIN_YET
+
+
+def test_migration_guide_has_every_argument():
+    """The table for users of torch's loader lists all arguments."""
     text = (ROOT / "docs" / "migrating.md").read_text()
     parameters = list(inspect.signature(spdl_torch.DataLoader).parameters)
     rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
@@ -217,7 +290,8 @@ def test_every_argument_is_explained_to_those_who_come_from_torch():
     assert sorted(explained) == sorted(parameters)
 
 
-def test_every_argument_of_ours_is_in_the_readme():
+def test_readme_has_our_arguments():
+    """The README lists the arguments that torch does not have."""
     text = (ROOT / "README.md").read_text()
     theirs = inspect.signature(torch.utils.data.DataLoader).parameters
     ours = set(inspect.signature(spdl_torch.DataLoader).parameters) - set(theirs)

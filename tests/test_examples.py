@@ -1,4 +1,4 @@
-"""Every example runs, and prints what it promises."""
+"""Every example runs, and prints what is expected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPECTED = {
     "hdf5_and_memmap.py": r"Mapped: sum 64509670(.|\n)*Hdf5: .* 64509670(.|\n)*Chunks: .* 64509670",
     "image_folder.py": r"\(8, 3, 224, 224\) torch.uint8 .*\n200 images",
     "lightning_training.py": (
-        r"went on with 2750 samples, .*\ntrained on each sample of the first epoch once\n"
+        r"resumed with 2750 samples, .*\ntrained on each sample of the first epoch once\n"
     ),
     "preprocess_on_a_cluster.py": r"killed a worker\n400 samples, each 1 time\n",
     "replace_torch_loader.py": r"epoch 2: (9\d\.\d|100\.0)% correct",
@@ -41,24 +41,40 @@ NEEDED = {
     "train_from_s3.py": "obstore",
     "transformers_trainer.py": "transformers",
 }
-"""By examples that need more than we do."""
+"""Packages that examples need and spdl_torch does not."""
+
+QUICK = {"replace_torch_loader.py", "staged_dataset.py"}
+"""The examples of the default tier."""
+
+
+def test_every_example_is_listed():
+    """An example without an expected output would not be run."""
+    assert {path.name for path in EXAMPLES.glob("*.py")} == EXPECTED.keys()
+    assert EXPECTED.keys() > QUICK
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_runs(path):
-    if path.name in NEEDED:
-        pytest.importorskip(NEEDED[path.name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.exhaustive])
+        for name in sorted(EXPECTED)
+    ],
+)
+def test_example_runs(name):
+    """The program ends without an error and prints the expected output."""
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
     program = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=240, check=False
     )
     assert (program.returncode, program.stderr) == (0, "")
-    assert re.search(EXPECTED[path.name], program.stdout), program.stdout
+    assert re.search(EXPECTED[name], program.stdout), program.stdout
 
 
 IMAGES_OF_AN_EPOCH = 240
 IMAGES_OF_A_STEP = 16
-"""On each process."""
+"""In each process."""
 STEPS_BETWEEN_CHECKPOINTS = 3
 
 
@@ -83,12 +99,14 @@ def break_off_at_first_checkpoint(num_processes, checkpoint, before):
             time.sleep(0.01)
         contents = checkpoint.read_bytes()
         program.terminate()
-    checkpoint.write_bytes(contents)  # Whatever came between it and the signal.
+    checkpoint.write_bytes(contents)  # A later one may have been saved since.
     return checkpoint.stat().st_mtime_ns
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-def test_a_training_that_is_broken_off_goes_on_with_another_number_of_processes(tmp_path):
+def test_training_resumes_with_other_ranks(tmp_path):
+    """A training that is killed resumes with another number of processes, twice."""
     checkpoint = tmp_path / "last.pt"
     time_written = break_off_at_first_checkpoint(2, checkpoint, before=None)
     break_off_at_first_checkpoint(1, checkpoint, before=time_written)

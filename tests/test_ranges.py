@@ -1,4 +1,4 @@
-"""Ranges, against what a plain set of numbers does."""
+"""Ranges, compared with a plain set of numbers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ def missing_from(model):
 
 @examples
 @given(pairs)
-def test_holds_every_number_that_was_added_and_no_other(some_pairs):
+def test_holds_the_added_numbers(some_pairs):
+    """The set holds exactly the numbers that were added."""
     assert model_of(Ranges(some_pairs)) == model_of(some_pairs)
 
 
 @examples
 @given(pairs)
-def test_ranges_are_sorted_and_do_not_touch(some_pairs):
+def test_ranges_are_minimal(some_pairs):
+    """Ranges are sorted and have gaps between them."""
     assert is_minimal(Ranges(some_pairs))
 
 
 @examples
 @given(pairs)
-def test_adding_one_by_one_is_the_same_as_all_at_once(some_pairs):
+def test_adding_one_by_one(some_pairs):
+    """Adding ranges one by one is the same as all at once."""
     ranges = Ranges()
     model = set()
     for start, stop in some_pairs:
@@ -64,7 +67,8 @@ def test_adding_one_by_one_is_the_same_as_all_at_once(some_pairs):
 
 @examples
 @given(st.permutations(range(12)))
-def test_numbers_added_in_any_order_become_one_range(order):
+def test_any_order_becomes_one_range(order):
+    """Adjacent numbers become one range in any order."""
     ranges = Ranges((number, number + 1) for number in order)
     assert list(ranges) == [(0, 12)]
 
@@ -100,7 +104,8 @@ def test_a_copy_goes_its_own_way(some_pairs, added):
 
 @examples
 @given(pairs, pairs)
-def test_equal_if_the_same_numbers_are_in_it(some_pairs, other_pairs):
+def test_equality_compares_numbers(some_pairs, other_pairs):
+    """Two sets are equal if they hold the same numbers."""
     are_equal = Ranges(some_pairs) == Ranges(other_pairs)
     assert are_equal == (model_of(some_pairs) == model_of(other_pairs))
     assert Ranges(some_pairs) == Ranges(reversed(some_pairs))
@@ -132,20 +137,23 @@ def test_counts_all_numbers_or_those_below(some_pairs, below):
 
 @examples
 @given(st.one_of(pairs, from_zero))
-def test_first_missing_is_the_smallest_number_not_in_it(some_pairs):
+def test_first_missing_number(some_pairs):
+    """first_missing is the smallest number that is not in the set."""
     assert Ranges(some_pairs).first_missing == missing_from(model_of(some_pairs))[0]
 
 
 @examples
 @given(st.one_of(pairs, from_zero, from_zero.map(lambda some_pairs: some_pairs[:1])))
-def test_is_prefix_if_nothing_is_beyond_the_first_missing(some_pairs):
+def test_is_prefix_without_later_numbers(some_pairs):
+    """is_prefix says that the set is range(0, n)."""
     model = model_of(some_pairs)
     assert Ranges(some_pairs).is_prefix == (model == set(range(len(model))))
 
 
 @examples
 @given(pairs, numbers)
-def test_missing_at_finds_the_number_at_a_place(some_pairs, place):
+def test_missing_at_a_place(some_pairs, place):
+    """missing_at() returns the number at a place among the missing ones."""
     found = Ranges(some_pairs).missing_at(place)
     assert type(found) is int
     assert found == missing_from(model_of(some_pairs))[place]
@@ -153,7 +161,8 @@ def test_missing_at_finds_the_number_at_a_place(some_pairs, place):
 
 @examples
 @given(pairs, st.lists(numbers))
-def test_missing_at_takes_an_array_and_leaves_it_alone(some_pairs, places):
+def test_missing_at_an_array(some_pairs, places):
+    """missing_at() takes an array, and does not change it."""
     missing = missing_from(model_of(some_pairs))
     array = np.array(places, dtype=np.int64)
     found = Ranges(some_pairs).missing_at(array)
@@ -164,7 +173,8 @@ def test_missing_at_takes_an_array_and_leaves_it_alone(some_pairs, places):
 
 @examples
 @given(pairs, numbers, numbers)
-def test_missing_ranges_are_the_numbers_at_consecutive_places(some_pairs, start, stop):
+def test_missing_ranges_cover_places(some_pairs, start, stop):
+    """missing_ranges() are the missing numbers at consecutive places."""
     found = list(Ranges(some_pairs).missing_ranges(start, stop))
     expected = missing_from(model_of(some_pairs))[start:stop]
     assert [number for pair in found for number in range(*pair)] == expected
@@ -173,7 +183,8 @@ def test_missing_ranges_are_the_numbers_at_consecutive_places(some_pairs, start,
 
 @examples
 @given(pairs, st.integers(0, LARGEST + 5))
-def test_gaps_are_the_numbers_below_that_are_not_in_it(some_pairs, stop):
+def test_gaps_are_missing_numbers(some_pairs, stop):
+    """gaps() are the missing numbers below a number."""
     found = list(Ranges(some_pairs).gaps(stop))
     expected = [number for number in range(stop) if number not in model_of(some_pairs)]
     assert [number for pair in found for number in range(*pair)] == expected
@@ -188,7 +199,8 @@ def test_goes_through_json_and_back(some_pairs):
     assert ranges.as_lists() == [list(pair) for pair in ranges]
 
 
-def test_a_long_run_takes_one_range_however_many_numbers_it_has():
+def test_long_run_is_one_range():
+    """A range of any length is stored as one pair."""
     ranges = Ranges([(0, 10**15)])
     ranges.add(10**15, 10**18)
     assert list(ranges) == [(0, 10**18)]

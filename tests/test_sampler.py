@@ -1,4 +1,4 @@
-"""Samplers for several ranks: one order for all of them, which needs no memory and no luck."""
+"""Samplers for several ranks: one order for all ranks, without memory and global RNGs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import torch.utils.data
 from torch.utils.data import DistributedSampler
 
 from spdl_torch import DataLoader, DistributedDeterministicSampler, DistributedRandomSampler
-from spdl_torch._ranges import Ranges
 
 from .datasets import Squares
 
@@ -47,12 +46,12 @@ def no_ranks_in_environment(monkeypatch):
 
 
 def shares_of(make, world_size, **arguments):
-    """What each rank gets."""
+    """Return the indices of each rank."""
     return [list(make(rank=rank, world_size=world_size, **arguments)) for rank in range(world_size)]
 
 
-def dealt_back(shares):
-    """The order that was dealt out: the first of each rank, then the second, and so on."""
+def interleaved(shares):
+    """Return the order of all ranks: the first of each rank, then the second, and so on."""
     rows = zip_longest(*shares)
     return [index for row in rows for index in row if index is not None]
 
@@ -67,7 +66,8 @@ def order_of(make, epoch=0, **arguments):
 
 
 @BOTH
-def test_keep_gives_every_index_to_exactly_one_rank(cls):
+def test_keep_uses_every_index_once(cls):
+    """With tail="keep" every index is on one rank, and the shares differ by at most one index."""
     for world_size in (*WORLD_SIZES, SIZE + 1, 3 * SIZE):
         shares = shares_of(partial(cls, SIZE), world_size, tail="keep")
         assert sorted(chain(*shares)) == list(range(SIZE)), world_size
@@ -76,7 +76,8 @@ def test_keep_gives_every_index_to_exactly_one_rank(cls):
 
 
 @BOTH
-def test_drop_gives_equally_many_indices_to_all_ranks_and_none_twice(cls):
+def test_drop_makes_equal_shares(cls):
+    """With tail="drop" all ranks have equally many indices, and none comes twice."""
     for world_size in WORLD_SIZES:
         shares = shares_of(partial(cls, SIZE), world_size, tail="drop")
         assert {len(share) for share in shares} == {SIZE // world_size}
@@ -86,7 +87,8 @@ def test_drop_gives_equally_many_indices_to_all_ranks_and_none_twice(cls):
 
 
 @BOTH
-def test_pad_gives_equally_many_indices_to_all_ranks_and_leaves_none_out(cls):
+def test_pad_makes_equal_shares(cls):
+    """With tail="pad" all ranks have equally many indices, and none is left out."""
     for world_size in (*WORLD_SIZES, SIZE + 1, 3 * SIZE - 1, 3 * SIZE):
         shares = shares_of(partial(cls, SIZE), world_size, tail="pad")
         assert {len(share) for share in shares} == {-(-SIZE // world_size)}
@@ -95,24 +97,27 @@ def test_pad_gives_equally_many_indices_to_all_ranks_and_leaves_none_out(cls):
 
 @ANY_ORDER
 @pytest.mark.parametrize("world_size", [2, 3, 8, 17])
-def test_the_order_before_it_is_dealt_out_is_the_same_for_every_number_of_ranks(make, world_size):
+def test_order_is_independent_of_ranks(make, world_size):
+    """The shares of any number of ranks, interleaved, are the order of one rank."""
     order = order_of(make)
-    assert dealt_back(shares_of(make, world_size, tail="keep")) == order
+    assert interleaved(shares_of(make, world_size, tail="keep")) == order
     even = len(order) // world_size * world_size
-    assert dealt_back(shares_of(make, world_size, tail="drop")) == order[:even]
+    assert interleaved(shares_of(make, world_size, tail="drop")) == order[:even]
     padding = -len(order) % world_size
-    assert dealt_back(shares_of(make, world_size, tail="pad")) == order + order[:padding]
+    assert interleaved(shares_of(make, world_size, tail="pad")) == order + order[:padding]
 
 
 @BOTH
-def test_pad_repeats_the_order_as_often_as_it_takes(cls):
+def test_pad_repeats_a_short_order(cls):
+    """With more ranks than indices, tail="pad" repeats the order as often as needed."""
     order = order_of(partial(cls, 3))
-    assert dealt_back(shares_of(partial(cls, 3), 10, tail="pad")) == (order * 4)[:10]
+    assert interleaved(shares_of(partial(cls, 3), 10, tail="pad")) == (order * 4)[:10]
 
 
 @ANY_ORDER
 @pytest.mark.parametrize("tail", ["drop", "pad", "keep"])
-def test_length_is_the_number_of_indices(make, tail):
+def test_length_is_the_index_count(make, tail):
+    """len() is the number of indices for every kind of order and tail."""
     for rank, world_size in ((0, 4), (1, 4), (3, 4), (0, 17), (16, 17)):
         sampler = make(rank=rank, world_size=world_size, tail=tail)
         assert len(sampler) == len(list(sampler))
@@ -120,7 +125,8 @@ def test_length_is_the_number_of_indices(make, tail):
 
 @BOTH
 @pytest.mark.parametrize("tail", ["drop", "pad", "keep"])
-def test_length_is_the_number_of_indices_on_any_number_of_ranks(cls, tail):
+def test_length_on_any_rank(cls, tail):
+    """len() is the number of indices on every rank of any number of ranks."""
     for world_size in WORLD_SIZES:
         for rank in range(world_size):
             sampler = cls(SIZE, rank=rank, world_size=world_size, tail=tail)
@@ -130,7 +136,8 @@ def test_length_is_the_number_of_indices_on_any_number_of_ranks(cls, tail):
 @pytest.mark.parametrize(
     ("tail", "world_sizes"), [("drop", WORLD_SIZES), ("pad", [*WORLD_SIZES, 3 * SIZE])]
 )
-def test_ascending_order_is_dealt_out_as_torch_does_it(tail, world_sizes):
+def test_ascending_shares_equal_torchs(tail, world_sizes):
+    """DistributedDeterministicSampler has the indices of torch's sampler without shuffling."""
     for world_size in world_sizes:
         theirs = partial(DistributedSampler, Squares(SIZE), shuffle=False, drop_last=tail == "drop")
         ours = partial(DistributedDeterministicSampler, SIZE, tail=tail)
@@ -139,7 +146,8 @@ def test_ascending_order_is_dealt_out_as_torch_does_it(tail, world_sizes):
             assert list(ours(rank=rank, world_size=world_size)) == expected
 
 
-def test_drop_and_pad_are_the_defaults_of_training_and_evaluation():
+def test_default_tails():
+    """Training drops the tail by default, and evaluation pads it."""
     assert DistributedRandomSampler(SIZE).tail == "drop"
     assert DistributedDeterministicSampler(SIZE).tail == "pad"
 
@@ -178,7 +186,8 @@ def test_attributes_are_those_of_torchs_sampler(make, shuffle, seed, tail):
             theirs.set_epoch(3)
 
 
-def test_with_keep_the_total_size_counts_every_index_once():
+def test_total_size_with_keep():
+    """With tail="keep", total_size counts every index once."""
     for rank, num_samples in enumerate([7, 7, 6, 6]):
         sampler = DistributedRandomSampler(SIZE, rank=rank, world_size=4, tail="keep")
         assert sampler.num_samples == len(sampler) == num_samples
@@ -186,13 +195,15 @@ def test_with_keep_the_total_size_counts_every_index_once():
         assert sampler.drop_last is False
 
 
-def test_number_of_samples_follows_the_number_of_draws():
+def test_num_draws_sets_the_sizes():
+    """num_samples and total_size follow from num_draws."""
     sampler = DistributedRandomSampler(SIZE, rank=0, world_size=4, num_draws=103)
     assert (sampler.num_samples, sampler.total_size) == (25, 100)
 
 
 @BOTH
-def test_has_the_dataset_as_torchs_sampler_has_it(cls):
+def test_dataset_attribute_is_kept(cls):
+    """The attribute `dataset` is the dataset, as in torch's sampler."""
     dataset = Squares(SIZE)
     assert cls(dataset).dataset is dataset
 
@@ -207,7 +218,8 @@ def test_takes_a_dataset_or_its_size(cls):
 # -- random orders --------------------------------------------------------------------------------
 
 
-def test_draws_come_as_often_as_their_weights_say():
+def test_draws_follow_the_weights():
+    """Indices are drawn in proportion to their weights."""
     weights = np.array([5, 1, 0, 2, 0.5, 3, 1.25, 0, 4, 0.01])
     sampler = DistributedRandomSampler(len(weights), weights=weights, num_draws=1_000_000)
     for _ in range(2):
@@ -230,32 +242,37 @@ def test_draws_come_as_often_as_their_weights_say():
         [0, 1 / 3, 0, 1 / 7, 0, 1 / 11, 0],
     ],
 )
-def test_an_index_without_weight_is_never_drawn(weights):
+def test_weight_zero_is_never_drawn(weights):
+    """An index of weight 0 is never drawn, and every other index is."""
     drawn = set(DistributedRandomSampler(len(weights), weights=weights, num_draws=20_000))
     assert drawn == {index for index, weight in enumerate(weights) if weight > 0}
 
 
-def test_an_index_without_weight_is_never_drawn_beside_much_larger_ones():
+def test_tiny_weights_beside_large_ones():
+    """Weights that vanish beside larger ones do not cause wrong draws."""
     weights = [0, 1e-300, 0, 1e-12, 1, 0, 1e-300, 0]
     drawn = set(DistributedRandomSampler(8, weights=weights, num_draws=50_000))
     assert drawn == {4}
 
 
 @pytest.mark.parametrize("convert", [tuple, np.array, np.float32, torch.tensor, torch.DoubleTensor])
-def test_weights_may_be_any_sequence_of_numbers(convert):
+def test_weights_of_any_type(convert):
+    """Weights may be a tuple, an array or a tensor."""
     weights = [0.5, 0.25, 3, 0]
     draw = partial(DistributedRandomSampler, 4, num_draws=100)
     assert list(draw(weights=convert(weights))) == list(draw(weights=weights))
 
 
-def test_weights_that_are_changed_afterwards_change_nothing():
+def test_weights_are_copied():
+    """Changing the array of weights afterwards has no effect."""
     weights = np.array([1.0, 1.0, 0.0])
     sampler = DistributedRandomSampler(3, weights=weights, num_draws=1000)
     weights[:] = [0, 0, 1]
     assert set(sampler) == {0, 1}
 
 
-def test_fewer_draws_than_samples_are_distinct_and_others_in_every_epoch():
+def test_fewer_draws_than_samples():
+    """Fewer draws than samples are distinct, and different in every epoch."""
     sampler = DistributedRandomSampler(SIZE, num_draws=5)
     epochs = [list(sampler) for _ in range(40)]
     assert all(len(indices) == len(set(indices)) == 5 for indices in epochs)
@@ -263,7 +280,8 @@ def test_fewer_draws_than_samples_are_distinct_and_others_in_every_epoch():
 
 
 @pytest.mark.parametrize("size", [1, 2, SIZE, 1000])
-def test_more_draws_than_samples_go_through_all_of_them_in_rounds(size):
+def test_more_draws_than_samples(size):
+    """More draws than samples repeat the dataset in rounds of different orders."""
     indices = list(DistributedRandomSampler(size, num_draws=10 * size + size // 2))
     rounds = [indices[start : start + size] for start in range(0, len(indices), size)]
     assert all(sorted(each) == list(range(size)) for each in rounds[:10])
@@ -273,7 +291,8 @@ def test_more_draws_than_samples_go_through_all_of_them_in_rounds(size):
 
 
 @pytest.mark.parametrize("size", [SIZE, 70_001])
-def test_every_index_comes_once_in_an_epoch(size):
+def test_epoch_has_every_index_once(size):
+    """An epoch has every index exactly once."""
     assert sorted(DistributedRandomSampler(size)) == list(range(size))
 
 
@@ -291,11 +310,13 @@ def test_every_seed_has_another_order(make):
 
 
 @ANY_RANDOM_ORDER
-def test_the_next_seed_is_not_the_next_epoch(make):
+def test_next_seed_differs_from_next_epoch(make):
+    """Seed 1 of epoch 0 and seed 0 of epoch 1 are different orders."""
     assert order_of(make, seed=1, epoch=0) != order_of(make, seed=0, epoch=1)
 
 
-def test_ascending_order_is_the_same_in_every_epoch():
+def test_ascending_order_ignores_the_epoch():
+    """The ascending order is the same in every epoch."""
     sampler = DistributedDeterministicSampler(SIZE)
     assert [list(sampler) for _ in range(3)] == [list(range(SIZE))] * 3
 
@@ -305,7 +326,8 @@ def states_of_global_generators():
 
 
 @ANY_ORDER
-def test_global_generators_have_no_part_in_the_order(make):
+def test_global_rngs_are_not_used(make):
+    """Orders do not depend on the global RNGs, and do not change them."""
     orders = []
     for seed in (0, 1):
         random.seed(seed)
@@ -323,8 +345,8 @@ def test_global_generators_have_no_part_in_the_order(make):
     assert orders == orders[:1] * 4
 
 
-def test_orders_stay_as_they_are():
-    """A job that goes on from a saved state relies on it."""
+def test_orders_never_change():
+    """A job that resumes from a saved state relies on these orders."""
     sampler = DistributedRandomSampler(10)
     assert list(sampler) == [1, 8, 9, 3, 6, 5, 0, 7, 4, 2]
     assert list(sampler) == [1, 0, 7, 8, 5, 4, 3, 2, 9, 6]
@@ -345,7 +367,8 @@ def epochs_of(make, num_epochs):
 RANDOM = partial(DistributedRandomSampler, SIZE)
 
 
-def test_iterated_again_it_goes_on_with_the_next_epoch():
+def test_iteration_advances_the_epoch():
+    """Every iteration takes the epoch after the last one."""
     sampler = RANDOM()
     assert sampler.epoch == 0
     for epoch, order in enumerate(epochs_of(RANDOM, 4)):
@@ -353,7 +376,8 @@ def test_iterated_again_it_goes_on_with_the_next_epoch():
         assert sampler.epoch == epoch
 
 
-def test_set_epoch_chooses_the_order_and_can_repeat_it():
+def test_set_epoch_chooses_the_order():
+    """set_epoch() chooses any epoch, and the same one again."""
     orders = epochs_of(RANDOM, 8)
     sampler = RANDOM()
     for epoch in (5, 5, 0, 7, 5):
@@ -363,7 +387,8 @@ def test_set_epoch_chooses_the_order_and_can_repeat_it():
     assert list(sampler) == orders[6]
 
 
-def test_an_epoch_set_before_every_iteration_is_not_advanced_twice():
+def test_set_epoch_before_each_iteration():
+    """An epoch that is set before every iteration is not advanced twice."""
     orders = epochs_of(RANDOM, 4)
     sampler = RANDOM()
     for epoch in range(4):
@@ -372,19 +397,22 @@ def test_an_epoch_set_before_every_iteration_is_not_advanced_twice():
 
 
 @pytest.mark.parametrize("num_taken", [1, SIZE - 1])
-def test_an_epoch_that_is_broken_off_counts(num_taken):
+def test_broken_off_epoch_counts(num_taken):
+    """An epoch that is broken off has been used."""
     sampler = RANDOM()
     assert len(list(islice(sampler, num_taken))) == num_taken
     assert list(sampler) == order_of(RANDOM, epoch=1)
 
 
-def test_an_iterator_that_is_never_asked_does_not_count():
+def test_unused_iterator_does_not_count():
+    """An iterator without a next() does not advance the epoch."""
     sampler = RANDOM()
     iter(sampler)
     assert list(sampler) == order_of(RANDOM, epoch=0)
 
 
-def test_the_epoch_may_be_set_after_an_iterator_was_made():
+def test_set_epoch_after_iter():
+    """set_epoch() between iter() and the first next() takes effect."""
     sampler = RANDOM()
     iterator = iter(sampler)
     sampler.set_epoch(6)
@@ -392,7 +420,8 @@ def test_the_epoch_may_be_set_after_an_iterator_was_made():
     assert list(sampler) == order_of(RANDOM, epoch=7)
 
 
-def test_the_epoch_set_in_the_middle_of_an_iteration_is_that_of_the_next():
+def test_set_epoch_during_an_iteration():
+    """set_epoch() during an iteration applies to the next one."""
     make = partial(DistributedRandomSampler, 1000)  # So many that they are not worked out at once.
     sampler = make()
     iterator = iter(sampler)
@@ -402,7 +431,8 @@ def test_the_epoch_set_in_the_middle_of_an_iteration_is_that_of_the_next():
     assert list(sampler) == order_of(make, epoch=6)
 
 
-def test_two_iterators_at_a_time_are_two_epochs():
+def test_two_iterators_are_two_epochs():
+    """Two iterators at the same time have two epochs."""
     make = partial(DistributedRandomSampler, 1000)
     sampler = make()
     pairs = list(zip(sampler, sampler, strict=True))
@@ -414,7 +444,8 @@ def test_two_iterators_at_a_time_are_two_epochs():
 @pytest.mark.parametrize(
     "duplicate", [lambda sampler: pickle.loads(pickle.dumps(sampler)), copy.deepcopy]
 )
-def test_a_copy_goes_on_with_the_same_epoch(make, duplicate):
+def test_copies_keep_the_epoch(make, duplicate):
+    """A pickled or deep copy continues with the same epoch."""
     sampler = make(rank=1, world_size=3)
     assert ranks_of(duplicate(sampler)) == (1, 3)
     sampler.set_epoch(3)
@@ -436,7 +467,7 @@ def ranks_of(sampler):
 
 @pytest.fixture
 def process_group():
-    """Makes a process group of this process, whatever rank it says to be."""
+    """Return a function that makes this process a member of a process group."""
 
     def make(rank, world_size):
         if world_size == 1:
@@ -455,7 +486,8 @@ def process_group():
 
 
 @BOTH
-def test_alone_it_is_rank_0_of_1(cls):
+def test_single_process_is_rank_0(cls):
+    """Without ranks anywhere, this is rank 0 of 1."""
     assert ranks_of(cls(SIZE)) == (0, 1)
 
 
@@ -466,30 +498,32 @@ def test_ranks_are_found_in_the_environment(cls, monkeypatch):
     assert ranks_of(cls(SIZE)) == (2, 5)
 
 
-def test_a_missing_rank_in_the_environment_is_0(monkeypatch):
+def test_missing_rank_is_0(monkeypatch):
+    """WORLD_SIZE without RANK means rank 0."""
     monkeypatch.setenv("WORLD_SIZE", "5")
     assert ranks_of(RANDOM()) == (0, 5)
 
 
 @BOTH
 @pytest.mark.parametrize("ranks", [(0, 1), (2, 4)])
-def test_ranks_are_those_of_the_process_group_whatever_the_environment(
-    cls, ranks, monkeypatch, process_group
-):
+def test_process_group_overrides_environment(cls, ranks, monkeypatch, process_group):
+    """The ranks of the process group have priority over the environment."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "7")
     process_group(*ranks)
     assert ranks_of(cls(SIZE)) == ranks
 
 
-def test_a_process_group_makes_a_nonsense_environment_harmless(monkeypatch, process_group):
+def test_process_group_ignores_bad_environment(monkeypatch, process_group):
+    """With a process group, invalid environment variables are not read."""
     monkeypatch.setenv("RANK", "first")
     process_group(0, 1)
     assert ranks_of(RANDOM()) == (0, 1)
 
 
 @BOTH
-def test_explicit_ranks_win_over_the_environment(cls, monkeypatch):
+def test_explicit_ranks_override_environment(cls, monkeypatch):
+    """Arguments have priority over the environment."""
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "5")
     assert ranks_of(cls(SIZE, rank=6, world_size=9)) == (6, 9)
@@ -498,7 +532,8 @@ def test_explicit_ranks_win_over_the_environment(cls, monkeypatch):
     assert ranks_of(cls(SIZE, world_size=3)) == (2, 3)
 
 
-def test_explicit_ranks_win_over_the_process_group(process_group):
+def test_explicit_ranks_override_process_group(process_group):
+    """Arguments have priority over the process group."""
     process_group(2, 4)
     assert ranks_of(RANDOM(rank=6, world_size=9)) == (6, 9)
     assert ranks_of(RANDOM(rank=0, world_size=1)) == (0, 1)
@@ -506,26 +541,29 @@ def test_explicit_ranks_win_over_the_process_group(process_group):
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
 @pytest.mark.parametrize("text", ["first", "", "-1", "1.5"])
-def test_a_nonsense_environment_variable_is_named(variable, text, monkeypatch):
+def test_bad_environment_variable_is_named(variable, text, monkeypatch):
+    """The error names the environment variable and its value."""
     monkeypatch.setenv(variable, text)
     with pytest.raises(ValueError, match=f"{variable} is '{text}'.*pass rank and world_size"):
         RANDOM()
 
 
-def test_a_world_size_of_0_in_the_environment_is_named(monkeypatch):
+def test_world_size_0_is_named(monkeypatch):
+    """WORLD_SIZE=0 is an error that names the variable."""
     monkeypatch.setenv("WORLD_SIZE", "0")
     with pytest.raises(ValueError, match="WORLD_SIZE is '0'"):
         RANDOM()
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
-def test_explicit_ranks_make_a_nonsense_environment_harmless(variable, monkeypatch):
-    """As the error for it advises."""
+def test_explicit_ranks_ignore_bad_environment(variable, monkeypatch):
+    """The advice of the error for a bad environment works."""
     monkeypatch.setenv(variable, "first")
     assert ranks_of(RANDOM(rank=1, world_size=2)) == (1, 2)
 
 
-def test_a_rank_outside_an_explicit_world_size_is_explained(monkeypatch):
+def test_rank_outside_world_size(monkeypatch):
+    """A world size that is too small for this process's rank is an error with advice."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(
@@ -534,7 +572,51 @@ def test_a_rank_outside_an_explicit_world_size_is_explained(monkeypatch):
         RANDOM(world_size=2)
 
 
-# -- senseless arguments --------------------------------------------------------------------------
+# -- torch's names --------------------------------------------------------------------------------
+
+
+@BOTH
+def test_num_replicas_is_the_world_size(cls):
+    """A script that passes torch's arguments needs no change."""
+    assert ranks_of(cls(SIZE, num_replicas=3, rank=2)) == (2, 3)
+    assert ranks_of(cls(SIZE, num_replicas=3, world_size=3, rank=2)) == (2, 3)
+
+
+@BOTH
+@pytest.mark.parametrize(("drop_last", "tail"), [(True, "drop"), (False, "pad")])
+def test_drop_last_sets_the_tail(cls, drop_last, tail):
+    """The two values of torch's argument are two of the three tails."""
+    ranks = {"rank": 1, "world_size": 4}
+    sampler = cls(SIZE, **ranks, drop_last=drop_last)
+    assert (sampler.tail, sampler.drop_last) == (tail, drop_last)
+    assert list(sampler) == list(cls(SIZE, **ranks, tail=tail))
+    assert cls(SIZE, drop_last=drop_last, tail=tail).tail == tail
+
+
+@BOTH
+def test_keep_is_not_drop_last(cls):
+    """With tail="keep" nothing is dropped."""
+    assert cls(SIZE, tail="keep", drop_last=False).tail == "keep"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_replicas": 3, "world_size": 2}, "world_size=2 and num_replicas=3 .* Pass one of"),
+        ({"drop_last": True, "tail": "pad"}, "tail='pad' and drop_last=True .* Pass one of them"),
+        ({"drop_last": True, "tail": "keep"}, "tail='keep' and drop_last=True .* Pass one of"),
+        ({"drop_last": False, "tail": "drop"}, "tail='drop' and drop_last=False .* Pass one of"),
+        ({"num_replicas": 0}, "num_replicas must be at least 1, got 0. Leave it out"),
+    ],
+)
+def test_contradicting_names_are_refused(cls, arguments, words):
+    """The error names both arguments and says to pass one of them."""
+    with pytest.raises(ValueError, match=words):
+        cls(SIZE, **arguments)
+
+
+# -- invalid arguments ----------------------------------------------------------------------------
 
 
 @BOTH
@@ -550,7 +632,8 @@ def test_a_rank_outside_an_explicit_world_size_is_explained(monkeypatch):
         (True, TypeError, "size must be an int, got True.*Pass a number, or the dataset"),
     ],
 )
-def test_a_senseless_size_is_refused(cls, size, error, words):
+def test_bad_size_is_refused(cls, size, error, words):
+    """An invalid size is an error that says what to pass."""
     with pytest.raises(error, match=words):
         cls(size)
 
@@ -579,7 +662,8 @@ def test_a_senseless_size_is_refused(cls, size, error, words):
         ),
     ],
 )
-def test_a_senseless_argument_is_refused(cls, arguments, error, words):
+def test_bad_argument_is_refused(cls, arguments, error, words):
+    """Invalid arguments are errors with advice."""
     with pytest.raises(error, match=words):
         cls(SIZE, **arguments)
 
@@ -601,7 +685,8 @@ def test_a_senseless_argument_is_refused(cls, arguments, error, words):
         ),
     ],
 )
-def test_a_senseless_argument_of_a_random_order_is_refused(arguments, error, words):
+def test_bad_random_argument_is_refused(arguments, error, words):
+    """Invalid arguments of a random order are errors with advice."""
     with pytest.raises(error, match=words):
         DistributedRandomSampler(SIZE, **arguments)
 
@@ -625,7 +710,8 @@ def test_a_senseless_argument_of_a_random_order_is_refused(arguments, error, wor
         ([[1], [1, 2], [1]], TypeError, "weights must be numbers, one for each sample"),
     ],
 )
-def test_senseless_weights_are_refused(weights, error, words):
+def test_bad_weights_are_refused(weights, error, words):
+    """Invalid weights are errors that say which and why."""
     with pytest.raises(error, match=words):
         DistributedRandomSampler(3, weights=weights)
 
@@ -640,7 +726,8 @@ def test_senseless_weights_are_refused(weights, error, words):
         (None, TypeError, "epoch must be an int, got None"),
     ],
 )
-def test_a_senseless_epoch_is_refused_and_changes_nothing(cls, epoch, error, words):
+def test_bad_epoch_changes_nothing(cls, epoch, error, words):
+    """An invalid epoch is an error, and the epoch stays as it was."""
     sampler = cls(SIZE)
     sampler.set_epoch(2)
     with pytest.raises(error, match=words):
@@ -655,8 +742,8 @@ HALF = BILLION // 2
 
 
 @pytest.fixture
-def next_to_nothing():
-    """Fails a test that takes 5 MB of memory, or a second of computing."""
+def time_and_memory_limit():
+    """Fail a test that takes 5 MB of memory, or a second of computing."""
     tracemalloc.start()
     started = time.thread_time()
     try:
@@ -670,29 +757,24 @@ def next_to_nothing():
 
 
 def middle_of(cls):
-    """The index in the middle of the order: the second one of the first of so many ranks."""
+    """Return the index in the middle of the order: the second of the first of HALF ranks."""
     _, index = cls(BILLION, rank=0, world_size=HALF)
     return index
 
 
 @BOTH
-@pytest.mark.usefixtures("next_to_nothing")
-def test_the_first_of_a_billion_indices_is_there_at_once(cls):
+@pytest.mark.usefixtures("time_and_memory_limit")
+def test_first_of_a_billion(cls):
+    """The first index of a billion takes no time and no memory."""
     sampler = cls(BILLION)
     assert len(sampler) == BILLION
     assert 0 <= next(iter(sampler)) < BILLION
 
 
 @BOTH
-@pytest.mark.usefixtures("next_to_nothing")
-def test_an_order_of_a_billion_can_be_entered_in_the_middle(cls):
-    left = cls(BILLION).indices(0, start=Ranges([(0, HALF)]))
-    assert next(left) == middle_of(cls)
-
-
-@BOTH
-@pytest.mark.usefixtures("next_to_nothing")
-def test_a_loader_goes_on_in_the_middle_of_a_billion(cls):
+@pytest.mark.usefixtures("time_and_memory_limit")
+def test_loader_resumes_in_a_billion(cls):
+    """A loader resumes in the middle of a billion samples without delay."""
     loader = DataLoader(range(BILLION), batch_size=4, sampler=cls(BILLION))
     state = loader.state_dict()
     state["done"] = [[0, HALF]]
@@ -700,12 +782,14 @@ def test_a_loader_goes_on_in_the_middle_of_a_billion(cls):
     assert next(iter(loader))[0] == middle_of(cls)
 
 
-@pytest.mark.usefixtures("next_to_nothing")
-def test_far_more_draws_than_samples_need_no_more_memory():
+@pytest.mark.usefixtures("time_and_memory_limit")
+def test_many_rounds_need_no_memory():
+    """Far more draws than samples need no more memory."""
     assert 0 <= next(iter(DistributedRandomSampler(SIZE, num_draws=10**15))) < SIZE
 
 
-def test_the_first_of_a_billion_indices_are_distinct_and_from_everywhere():
+def test_a_billion_is_spread_evenly():
+    """The first indices of a billion are distinct and evenly distributed."""
     indices = list(islice(DistributedRandomSampler(BILLION), 100_000))
     assert len(set(indices)) == 100_000
     counts = np.bincount(np.array(indices) // (BILLION // 10), minlength=10)
@@ -731,7 +815,8 @@ def indices_of(batches):
 @BOTH
 @ANY_LOADER
 @ANY_BATCH_SIZE
-def test_every_iteration_over_a_loader_is_one_epoch(cls, loader_of, batch_size):
+def test_loader_iteration_is_one_epoch(cls, loader_of, batch_size):
+    """Every iteration over a loader is one epoch of its sampler."""
     make = partial(cls, SIZE, rank=1, world_size=2)
     sampler, alone = make(), make()
     loader = loader_of(range(SIZE), batch_size=batch_size, sampler=sampler)
@@ -743,7 +828,8 @@ def test_every_iteration_over_a_loader_is_one_epoch(cls, loader_of, batch_size):
 
 @ANY_LOADER
 @ANY_BATCH_SIZE
-def test_a_loader_that_is_broken_off_has_had_its_epoch(loader_of, batch_size):
+def test_broken_off_loader_used_its_epoch(loader_of, batch_size):
+    """A loop that is broken off has used its epoch."""
     sampler = RANDOM()
     loader = loader_of(range(SIZE), batch_size=batch_size, sampler=sampler)
     next(iter(loader))
@@ -753,7 +839,8 @@ def test_a_loader_that_is_broken_off_has_had_its_epoch(loader_of, batch_size):
 
 @ANY_LOADER
 @ANY_BATCH_SIZE
-def test_the_epoch_may_be_set_between_iterations_over_a_loader(loader_of, batch_size):
+def test_set_epoch_between_loader_iterations(loader_of, batch_size):
+    """set_epoch() of the sampler applies to the next loop over the loader."""
     sampler = RANDOM()
     loader = loader_of(range(SIZE), batch_size=batch_size, sampler=sampler)
     for epoch in (4, 4, 1):
@@ -763,14 +850,16 @@ def test_the_epoch_may_be_set_between_iterations_over_a_loader(loader_of, batch_
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_epoch_may_be_set_by_our_loader(num_workers):
+def test_loader_sets_the_epoch(num_workers):
+    """DataLoader.set_epoch() sets the epoch of the sampler."""
     loader = DataLoader(range(SIZE), batch_size=4, sampler=RANDOM(), num_workers=num_workers)
     loader.set_epoch(9)
     assert indices_of(loader) == order_of(RANDOM, epoch=9)
 
 
 @ANY_LOADER
-def test_ranks_with_a_loader_each_see_every_sample_once_together(loader_of):
+def test_ranks_cover_the_dataset_once(loader_of):
+    """The loaders of all ranks together deliver every sample once."""
     loaders = [
         loader_of(
             range(SIZE),

@@ -333,6 +333,8 @@ class Lifetime:
                     thread.join(max(0.0, deadline - time.monotonic()))
                     if thread.is_alive():
                         stuck.append(thread.name)
+        if self.is_closed and not stuck:
+            _started.discard(self)
         return stuck
 
 

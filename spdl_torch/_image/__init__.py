@@ -1,9 +1,9 @@
-"""Image files to tensors: the bytes of a file, what is wanted of it, and FFmpeg."""
+"""Image files to tensors, decoded and resized by FFmpeg."""
 
 from ._file import ImageError
 from ._loader import ImageLoader
 
 __all__ = ["ImageError", "ImageLoader"]
 
-# Where users find them, and what a traceback should say.
+# Tracebacks show the public name.
 ImageError.__module__ = ImageLoader.__module__ = "spdl_torch"

@@ -1,9 +1,9 @@
-"""FFmpeg: bytes to frames, frames to pixels. The only importer of av."""
+"""Decode and resize with FFmpeg: bytes to frames, frames to pixels. Only this file imports av."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,39 +22,41 @@ if TYPE_CHECKING:
 
     Pixels = npt.NDArray[np.uint8]
 
-__all__ = ["Output", "ThreadTools", "output_of", "pixels_of"]
+__all__ = ["Mode", "Output", "ThreadTools", "output_of", "pixels_of"]
+
+Mode: TypeAlias = Literal["RGB", "L", "unchanged"]
 
 
 class ThreadTools(threading.local):
-    """A thread's decoders and scalers: slow to make, and not for two threads at a time."""
+    """A thread's decoders and scalers, which are slow to create and not thread-safe."""
 
     def __init__(self) -> None:
         self._jpeg_decoders: dict[tuple[int, int | None], VideoCodecContext] = {}
-        # Two, because a scaler is set up anew when it is asked for something else. (More of them,
-        # for the sizes that most images of a folder have, cost more than they save.)
+        # Two, because a scaler is set up again whenever sizes or formats change. (More of them, for
+        # the most frequent sizes of a folder, cost more than they save.)
         self._scaler = VideoReformatter()
         self._converter = VideoReformatter()
 
     def decode(
         self, file: ImageFile, reduction: int, num_rows: int | None, max_pixels: int | None
     ) -> VideoFrame:
-        """The image in a file, each side halved `reduction` times.
+        """Return the image in a file, each side halved `reduction` times.
 
-        If no more than its first `num_rows` are needed there may be no others.
+        With `num_rows`, the rows after the first `num_rows` may be missing.
         """
         if len(file.encoded) > _MAX_BYTES:
-            raise ImageError(f"it is larger than the {_MAX_BYTES:,} bytes that FFmpeg takes")
-        # A copy, because decoders read a little past the end, and a packet has room for that.
+            raise ImageError(f"it is larger than the {_MAX_BYTES:,} bytes that FFmpeg accepts")
+        # A copy with padding, because decoders read a little past the end.
         packet = Packet(len(file.encoded))
         packet.update(file.encoded)
         if num_rows is not None and file.has_own_tables:
-            # A decoder stops when it has all the rows that the header claims.
+            # A decoder stops when it has all the rows of the header.
             memoryview(packet)[file.height_at : file.height_at + 2] = num_rows.to_bytes(2, "big")
-        # Decoders remember: the last image, its tables, that it was a negative. That of JPEG is
-        # worth being used again, and does no harm to a file with its own tables.
+        # Decoders keep state: the last image, its tables, that it was a negative. A JPEG decoder is
+        # worth reusing, and that state does not affect a file with its own tables.
         decoder = None
         if file.has_own_tables:
-            # Taken out while in use: one that met an error is not used again.
+            # Removed while in use: a decoder is not reused after an error.
             decoder = self._jpeg_decoders.pop((reduction, max_pixels), None)
         decoder = decoder or _new_decoder(file.codec, reduction, max_pixels)
         try:
@@ -70,7 +72,7 @@ class ThreadTools(threading.local):
         return frames[0]
 
     def resized(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
-        """A part of a frame in another size, and in the pixel format of the output."""
+        """Return a part of a frame, resized, in the pixel format of the output."""
         try:
             part = self._part(frame, box, size, output)
             return _reformatted(self._scaler, part, size, output.format_name, _ACCURATE)
@@ -81,11 +83,11 @@ class ThreadTools(threading.local):
             ) from error
 
     def _part(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
-        """A part of a frame, in a pixel format that FFmpeg resizes faithfully."""
+        """Return a part of a frame in a pixel format that FFmpeg resizes correctly."""
         if frame.format.name in _BADLY_RESIZED:
             frame = self._converted(frame, _BADLY_RESIZED[frame.format.name])
-        # The two halves of an interlaced PNG would be resized each on its own. A view is not
-        # marked as interlaced.
+        # FFmpeg would resize the two fields of an interlaced PNG separately. A view is not marked
+        # as interlaced.
         needs_view = frame.interlaced_frame or box is not None
         if not needs_view and frame.format.name not in _PLANAR:
             return frame
@@ -94,9 +96,9 @@ class ThreadTools(threading.local):
         grid, with_whole_chroma = _PLANAR[frame.format.name]
         whole = Box(0, 0, frame.height, frame.width)
         if not grid.fits(box or whole):
-            # Chroma samples stand for several pixels, and the box ends within some. FFmpeg would
-            # stretch the chroma over the frame. That is less than a pixel of a whole frame, and
-            # nothing where it shrinks. Else each pixel gets its own chroma before the frame is cut.
+            # The box ends within chroma samples. FFmpeg would stretch the chroma over the frame.
+            # That is less than a pixel of a whole frame, and invisible where it shrinks. Otherwise
+            # each pixel gets its own chroma before the frame is cut.
             if not needs_view and frame.height > 1.33 * size[0] and frame.width > 1.33 * size[1]:
                 return frame
             box = box or whole
@@ -128,9 +130,9 @@ class _Planar(NamedTuple):
     """A pixel format with a plane for each component, a byte a sample."""
 
     grid: Grid
-    """Where its chroma can be cut."""
+    """The positions at which its chroma can be cut."""
     with_whole_chroma: str
-    """The format with chroma for every pixel."""
+    """The same format with chroma for every pixel."""
 
 
 _PLANAR = {
@@ -152,12 +154,12 @@ _PLANAR = {
 _BADLY_RESIZED = {
     "monob": "gray",
     "monow": "gray",
-    # Their white would not be white.
+    # Otherwise white would not be white.
     "rgb444le": "rgb24",
     "rgb555le": "rgb24",
     "rgb565le": "rgb24",
 }
-"""Formats that FFmpeg resizes with errors, and what it converts them to without."""
+"""Formats that FFmpeg resizes with errors, and the formats to convert them to first."""
 
 
 def _new_decoder(codec: str, reduction: int, max_pixels: int | None) -> VideoCodecContext:
@@ -165,14 +167,14 @@ def _new_decoder(codec: str, reduction: int, max_pixels: int | None) -> VideoCod
     assert isinstance(decoder, VideoCodecContext)
     decoder.thread_count = 1
     decoder.options = {
-        # Stop at the first error instead of painting over it.
+        # Stop at the first error instead of concealing it.
         "err_detect": "crccheck+bitstream+buffer+explode",
-        # Faster than FFmpeg's own choice, and nearer to the pixels of libjpeg.
+        # Faster than FFmpeg's default, and nearer to libjpeg's pixels.
         "idct": "xvid",
         "lowres": str(reduction),
     }
     if max_pixels is not None:
-        # In case the header was not all. FFmpeg counts the padding of rows too.
+        # In case the header was wrong. FFmpeg counts the padding of rows too.
         decoder.options["max_pixels"] = str(max_pixels + 64 * _MAX_SIDE)
     return decoder
 
@@ -195,7 +197,7 @@ def _reformatted(
 
 
 def _view(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
-    """A part of a frame, in the same memory."""
+    """Return a part of a frame, in the same memory."""
     planes = tuple(
         grid.of_plane(box, number).of(_samples_of(plane))
         for number, plane in enumerate(frame.planes)
@@ -204,7 +206,7 @@ def _view(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
 
 
 def _copy(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
-    """A part of a frame; where it goes beyond, the last samples are repeated."""
+    """Return a copy of a part of a frame; beyond its edges the last samples are repeated."""
     copy = VideoFrame(box.width, box.height, frame.format.name)
     for number, (source, destination) in enumerate(zip(frame.planes, copy.planes, strict=True)):
         samples = grid.of_plane(box, number).of(_samples_of(source))
@@ -217,7 +219,7 @@ def _copy(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
 
 
 def _samples_of(plane: VideoPlane) -> Pixels:
-    """The samples of a plane with one byte for each."""
+    """Return the samples of a plane that has one byte for each."""
     return _rows_of(plane)[:, : plane.width]
 
 
@@ -227,7 +229,7 @@ def _rows_of(plane: VideoPlane) -> Pixels:
 
 
 def _has_holes(frame: VideoFrame, file: ImageFile) -> bool:
-    """Whether pixels are missing; the GIF decoder leaves them transparent, without an error."""
+    """Return whether pixels of a GIF are missing: the decoder makes them transparent."""
     if file.filled is None:
         return False
     alpha = _rows_of(frame.planes[0])[:, 3 : 4 * frame.width : 4]
@@ -244,7 +246,7 @@ def _damaged(file: ImageFile) -> ImageError:
 
 
 class Output(NamedTuple):
-    """The pixel format to ask FFmpeg for, and which of its planes are the channels."""
+    """The pixel format to request from FFmpeg, and which of its planes are the channels."""
 
     format_name: str
     planes: tuple[int, ...]
@@ -260,8 +262,8 @@ _GREY_FORMATS = {"gray", "gray16be", "gray16le", "monob", "monow"}
 _GREY_ALPHA_FORMATS = {"ya8", "ya16be", "ya16le"}
 
 
-def output_of(frame: VideoFrame, mode: str, file: ImageFile) -> Output:
-    """The output that a mode asks for."""
+def output_of(frame: VideoFrame, mode: Mode, file: ImageFile) -> Output:
+    """Return the output for a mode."""
     format_name = frame.format.name
     is_grey = format_name in _GREY_FORMATS
     if mode == "L":
@@ -290,10 +292,10 @@ def pixels_of(
     *,
     is_mirrored: bool,
 ) -> torch.Tensor:
-    """The channels of a frame in their order, side by side: C×H×W."""
+    """Return the channels of a frame as a tensor, C×H×W."""
     planes = frame.planes
     if orientation.is_as_stored and center is None and _is_dense(planes[0]):
-        # What is below would do it too, in three times the time.
+        # Three times as fast as the general way below.
         joined = bytearray().join([planes[number] for number in output.planes])
         pixels = torch.frombuffer(joined, dtype=torch.uint8).view(-1, frame.height, frame.width)
     else:

@@ -1,8 +1,8 @@
-"""What the bytes of an image file say before they are decoded.
+"""Parse the header of an image file, before FFmpeg decodes it.
 
-FFmpeg's decoders are strict or lenient as a whole: one that is told to stop at an error also stops
-at a comment that it cannot read, and one that goes on gives half an image. So we ask for the strict
-one, and take out of a file what does not matter to its pixels.
+FFmpeg's decoders are either strict or lenient: a strict one also fails at a comment that it cannot
+read, and a lenient one returns half an image. So the decoder is strict, and everything that does
+not affect the pixels is removed from the file first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ __all__ = ["ImageError", "ImageFile", "parsed"]
 
 
 class ImageError(ValueError):
-    """A file that is no image, that is damaged, or that FFmpeg cannot decode."""
+    """Raised for a file that is no image, that is damaged, or that FFmpeg cannot decode.
+
+    >>> ImageLoader().decode(b"")
+    Traceback (most recent call last):
+    spdl_torch.ImageError: cannot decode image: it is empty.
+    """
 
 
 class ImageFile(NamedTuple):
@@ -27,29 +32,29 @@ class ImageFile(NamedTuple):
     codec: str
     """The name of FFmpeg's decoder."""
     size: Size | None
-    """(height, width) as the header claims; None if it does not say."""
+    """(height, width) according to the header; None if the header has no size."""
     encoded: bytes
-    """What FFmpeg should see: the first image alone, without what does not make pixels."""
+    """The bytes for FFmpeg: the first image only, without what does not affect its pixels."""
     exif: bytes = b""
     can_be_reduced: bool = False
     """FFmpeg can decode it at a fraction of its size."""
     has_own_tables: bool = False
-    """A JPEG in one scan, whose pixels do not depend on what the decoder saw before."""
+    """A JPEG in one scan, whose pixels do not depend on earlier files of the same decoder."""
     height_at: int = 0
-    """Where the height stands in a JPEG."""
+    """Offset of the height in the bytes of a JPEG."""
     has_alpha: bool = False
-    """The file says so; FFmpeg may decode an alpha channel in any case."""
+    """According to the file; FFmpeg may decode an alpha channel in any case."""
     filled: Box | None = None
-    """The part of a GIF that must have pixels."""
+    """The part of a GIF that must be covered by pixels."""
 
     @property
     def name(self) -> str:
-        """What people call the format."""
+        """The common name of the format."""
         return "JPEG" if self.codec == "mjpeg" else self.codec.upper()
 
     @property
     def exif_orientation(self) -> int:
-        """1 to 8; 1 if the file does not say."""
+        """The EXIF orientation, 1 to 8; 1 if the file has none."""
         try:
             return {tag: value for tag, value, _ in _tiff_entries(self.exif)}.get(_ORIENTATION, 1)
         except (struct.error, IndexError):
@@ -57,9 +62,9 @@ class ImageFile(NamedTuple):
 
 
 def parsed(data: bytes, max_pixels: int | None) -> ImageFile:
-    """The image in a file, recognised by its first bytes.
+    """Return the image in a file, whose format is recognised by its first bytes.
 
-    Raises if the file ends too early or claims to have too many pixels.
+    Raises ImageError if the file ends too early or its header has more than `max_pixels`.
     """
     try:
         file = _parser_of(data)(data)
@@ -91,7 +96,7 @@ def _truncated(data: bytes) -> ImageError:
 # -- JPEG ------------------------------------------------------------------------------------------
 
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
-"""A marker, not a stuffed byte, a restart within the image, or a fill byte."""
+"""A marker: not a stuffed byte, not a restart within the image, not a fill byte."""
 _HUFFMAN, _QUANTISATION, _SCAN, _END_OF_IMAGE = 0xC4, 0xDB, 0xDA, 0xD9
 _WITHOUT_LENGTH = {0x01, 0xD8, _END_OF_IMAGE}
 _FRAME_HEADERS = set(range(0xC0, 0xD0)) - {_HUFFMAN, 0xC8, 0xCC}
@@ -101,8 +106,8 @@ _IN_HEADER = {_HUFFMAN, _QUANTISATION, _SCAN, *_FRAME_HEADERS, *_APPLICATIONS_AN
 
 
 def _parse_jpeg(data: bytes) -> ImageFile:
-    # Nearly every file ends with the marker. Others have something behind it, such as a second
-    # image or a film, and what is behind it may contain anything.
+    # Nearly every file ends with the marker. Others have arbitrary data behind it, such as a second
+    # image or a film.
     if not data.endswith(b"\xff\xd9") and _END_OF_IMAGE not in dict(_jpeg_segments(data)):
         raise _truncated(data)
     kind, frame_at, exif, pieces, start = 0, 0, b"", [], 0
@@ -117,8 +122,8 @@ def _parse_jpeg(data: bytes) -> ImageFile:
         elif marker in _APPLICATIONS_AND_COMMENT and (
             data[position + 2 : position + 7] not in {b"JFIF\0", b"Adobe"}
         ):
-            # FFmpeg takes orders from some of these, to turn the image or its fields, and remembers
-            # them for the next file. Only Adobe's makes pixels.
+            # Some of these make FFmpeg turn the image or its fields, for the next file too. Only
+            # Adobe's affects the pixels.
             pieces.append(data[start : position - 2])
             start = position + int.from_bytes(data[position : position + 2], "big")
             if data[position + 2 : position + 8] == b"Exif\0\0":
@@ -127,7 +132,7 @@ def _parse_jpeg(data: bytes) -> ImageFile:
         raise ImageError("it is a JPEG without image data")
     precision, height, width, num_channels = struct.unpack_from(">BHHB", data, frame_at + 2)
     if kind == 0 or (kind in _WITH_DCT and not tables[_QUANTISATION]):
-        # FFmpeg would give a flat colour.
+        # FFmpeg would return a flat colour.
         raise ImageError("it is a JPEG without the tables that are needed to decode it")
     if precision != 8:
         raise ImageError(
@@ -139,8 +144,8 @@ def _parse_jpeg(data: bytes) -> ImageFile:
         b"".join([*pieces, data[start:]]) if pieces else data,
         exif,
         can_be_reduced=kind in _WITH_DCT,
-        # Four tables of Huffman codes, or two for grey, are what a scan of all channels can use.
-        # Images in several scans may bring more later.
+        # A scan of all channels can use four Huffman tables, or two for grey. Images in several
+        # scans may have more of them later.
         height_at=frame_at + 3 - start + sum(map(len, pieces)),
         has_own_tables=kind == 0xC0
         and _num_huffman_tables(data, tables[_HUFFMAN]) >= (2 if num_channels == 1 else 4),
@@ -159,10 +164,10 @@ def _num_huffman_tables(data: bytes, segments: list[int]) -> int:
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
-    """The markers and where their segments begin, up to the end of the image."""
+    """Yield the markers and the offsets of their segments, up to the end of the image."""
     position = 2
     while True:
-        # Mostly the next segment begins where the last one ends. Searching is for the others.
+        # Usually the next segment begins where the last one ends. Otherwise search for it.
         if data[position] != 0xFF or data[position + 1] not in _IN_HEADER:
             match = _MARKER.search(data, position)
             if match is None:
@@ -203,10 +208,10 @@ def _parse_png(data: bytes) -> ImageFile:
 
 
 def _parse_gif(data: bytes) -> ImageFile:
-    """The first frame, with no colour transparent, and no colour for what is missing.
+    """Return the first frame without its transparent colour and its background colour.
 
-    Pixels of the transparent colour then have that colour, as PIL gives them, and those that are
-    transparent nevertheless were not in the file.
+    Then pixels of the transparent colour get that colour, as in PIL, and pixels that are still
+    transparent are missing from the file.
     """
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     position = 13 + _gif_palette_bytes(flags)
@@ -227,8 +232,8 @@ def _parse_gif(data: bytes) -> ImageFile:
     end = _after_gif_blocks(data, pixels_at + 1)
     if end > len(data):
         raise _truncated(data)
-    # The palette is given to the frame alone, because FFmpeg fills the image with a colour of the
-    # file's. What stands between them, such as the transparent colour, is left out.
+    # Only the frame gets the palette, because FFmpeg would fill the image with a colour of the
+    # file's palette. Blocks between them, such as the transparent colour, are left out.
     header = data[:10] + bytes([flags & 0x7F]) + data[11:13]
     frame = data[position : position + 9] + bytes([frame_flags])
     return ImageFile(
@@ -263,7 +268,7 @@ def _parse_bmp(data: bytes) -> ImageFile:
     if compression in {0, 3, 6}:
         num_bytes = (width * bits + 31) // 32 * 4 * height
     if pixels_at + num_bytes > len(data):
-        # FFmpeg would believe that the rows are not padded, or leave some out.
+        # FFmpeg would assume rows without padding, or leave some out.
         raise _truncated(data)
     return ImageFile("bmp", (height, width), data)
 
@@ -326,11 +331,11 @@ def _parse_tiff(data: bytes) -> ImageFile:
         if tag in _PIXEL_TAGS:
             kept.append(data[position : position + 12])
     if values.get(_COMPRESSION) in {6, 7}:
-        # FFmpeg would give a black image.
+        # FFmpeg would return a black image.
         raise ImageError("it is a TIFF with JPEG inside, which FFmpeg cannot decode")
     order, directory, _ = _tiff_directory(data)
     tiff = bytearray(data)
-    # Behind the entries stands where the next image is: nowhere.
+    # The offset of the next image follows the entries: there is none.
     entries = b"".join([struct.pack(order + "H", len(kept)), *kept, bytes(4)])
     tiff[directory : directory + len(entries)] = entries
     size = None
@@ -340,14 +345,14 @@ def _parse_tiff(data: bytes) -> ImageFile:
 
 
 def _tiff_directory(data: bytes) -> tuple[str, int, int]:
-    """The byte order, where the entries about the first image are, and how many there are."""
+    """Return the byte order, and the offset and number of the first image's entries."""
     order = "<" if data.startswith(b"II") else ">"
     (position,) = struct.unpack_from(order + "I", data, 4)
     return order, position, struct.unpack_from(order + "H", data, position)[0]
 
 
 def _tiff_entries(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Tags, their values if these are single numbers, and where the entries are."""
+    """Yield tags, their values (if they are single numbers) and the entries' offsets."""
     order, directory, num_entries = _tiff_directory(data)
     for position in range(directory + 2, directory + 2 + 12 * num_entries, 12):
         tag, kind = struct.unpack_from(order + "HH", data, position)

@@ -1,4 +1,4 @@
-"""Which pixels of a stored image become which pixels of the result."""
+"""Crops, sizes and orientations: which stored pixels become which pixels of the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Size = tuple[int, int]
 
 
 class Box(NamedTuple):
-    """A part of an image."""
+    """A rectangle of an image."""
 
     top: int
     left: int
@@ -42,15 +42,15 @@ class Box(NamedTuple):
         return self.height, self.width
 
     def within(self, outer: Box) -> Box:
-        """The same part as seen from a box around it."""
+        """Return this box relative to a box around it."""
         return self._replace(top=self.top - outer.top, left=self.left - outer.left)
 
     def of(self, pixels: Pixels) -> Pixels:
-        """The part of a channel."""
+        """Return this part of a channel."""
         return pixels[self.top : self.top + self.height, self.left : self.left + self.width]
 
     def reduced(self, reduction: int, size: Size) -> Box:
-        """The same part of an image of which each side was halved `reduction` times, to `size`."""
+        """Return the same part of an image whose sides were halved `reduction` times, to `size`."""
         half = (1 << reduction) // 2
         top = min(self.top + half >> reduction, size[0] - 1)
         left = min(self.left + half >> reduction, size[1] - 1)
@@ -60,10 +60,10 @@ class Box(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Where an image can be cut whose chroma has one sample for several pixels."""
+    """The positions at which an image with subsampled chroma can be cut."""
 
     row_shift: int = 0
-    """So often is the number of rows halved."""
+    """How often the number of rows is halved."""
     column_shift: int = 0
 
     def fits(self, box: Box) -> bool:
@@ -72,7 +72,7 @@ class Grid(NamedTuple):
         return (top | height) % rows == 0 and (left | width) % columns == 0
 
     def around(self, box: Box, within: Box) -> Box:
-        """The box on the grid around a box, and a chroma sample more on each side if possible."""
+        """Return the box on the grid around a box, with one more chroma sample on each side."""
         rows, columns = self._steps()
         return self._from_lines(
             max(0, (box.top >> self.row_shift) - 1),
@@ -82,7 +82,7 @@ class Grid(NamedTuple):
         )
 
     def of_plane(self, box: Box, plane: int) -> Box:
-        """Where a box on the grid is in a plane; the second and third have chroma."""
+        """Return a box on the grid in the coordinates of a plane; planes 1 and 2 are chroma."""
         if plane not in {1, 2}:
             return box
         return Box(
@@ -105,27 +105,27 @@ class Grid(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is to be done to an image, in this order, and meant as a viewer sees the image."""
+    """The steps of one image in their order, in the coordinates that a viewer sees."""
 
     seen_size: Size
     box: Box | None
-    """Cut out this part; None: all of it."""
+    """Crop to this part; None: keep all."""
     size: Size
-    """Resize it to this."""
+    """Resize to this."""
     center: Box | None
     """Keep this part."""
     is_mirrored: bool
 
     def reduction(self, gap: float) -> int:
-        """How often each side may be halved in decoding, so that `gap` times the size is left."""
+        """Return how often decoding may halve each side and still leave `gap` times the size."""
         height, width = self.seen_size if self.box is None else self.box.size
         reserve = min(height / self.size[0], width / self.size[1]) / gap
-        # FFmpeg takes longer to decode at a half than to decode everything.
+        # Decoding at half size takes FFmpeg longer than decoding at full size.
         return 3 if reserve >= 8 else 2 if reserve >= 4 else 0
 
 
 class Orientation(NamedTuple):
-    """How a stored image must be turned to be seen as it was taken: transposed, then reversed."""
+    """How to turn a stored image upright: transpose it, then reverse rows and columns."""
 
     is_transposed: bool = False
     rows_are_reversed: bool = False
@@ -133,7 +133,7 @@ class Orientation(NamedTuple):
 
     @classmethod
     def of_exif(cls, number: int) -> Orientation:
-        """From the EXIF entry, 1 to 8; others mean nothing."""
+        """Return the orientation of an EXIF entry, 1 to 8; other numbers mean 1."""
         if not 1 <= number <= 8:
             number = 1
         return cls(number in {5, 6, 7, 8}, number in {3, 4, 7, 8}, number in {2, 3, 6, 7})
@@ -143,11 +143,11 @@ class Orientation(NamedTuple):
         return not any(self)
 
     def seen_size(self, size: Size) -> Size:
-        """The size as seen of a stored image, and the other way round."""
+        """Return the upright size for a stored size, or the stored size for an upright one."""
         return size[::-1] if self.is_transposed else size
 
     def stored_box(self, box: Box, seen: Size) -> Box:
-        """Where a part of an image that is seen in size `seen` is stored."""
+        """Return the stored box for a box of the upright image of size `seen`."""
         top, left, height, width = box
         if self.rows_are_reversed:
             top = seen[0] - top - height
@@ -158,7 +158,7 @@ class Orientation(NamedTuple):
         )
 
     def seen(self, pixels: Pixels) -> Pixels:
-        """The stored pixels of a channel as they are seen."""
+        """Return the stored pixels of a channel turned upright."""
         if self.is_transposed:
             pixels = pixels.T
         if self.rows_are_reversed:
@@ -167,7 +167,7 @@ class Orientation(NamedTuple):
 
 
 def resized(size: Size, shorter_side: int) -> Size:
-    """The size of an image after torchvision's `Resize(shorter_side)`."""
+    """Return the size of an image after torchvision's `Resize(shorter_side)`."""
     height, width = size
     if height <= width:
         return shorter_side, int(shorter_side * width / height)
@@ -175,7 +175,7 @@ def resized(size: Size, shorter_side: int) -> Size:
 
 
 def center_box(size: Size, kept: Size) -> Box:
-    """The part that torchvision's `CenterCrop(kept)` takes."""
+    """Return the part that torchvision's `CenterCrop(kept)` keeps."""
     top = round((size[0] - kept[0]) / 2)
     left = round((size[1] - kept[1]) / 2)
     return Box(top, left, *kept)
@@ -187,9 +187,9 @@ def random_box(
     ratio: tuple[float, float],
     generator: torch.Generator | None = None,
 ) -> Box:
-    """The part that torchvision's `RandomResizedCrop` takes, by the same random numbers.
+    """Return the part that torchvision's `RandomResizedCrop` takes, from the same random numbers.
 
-    Written anew because torchvision's takes several times as long, which shows beside decoding.
+    torchvision's own takes several times as long, which is noticeable beside decoding.
     """
     height, width = size
     log_ratio = math.log(ratio[0]), math.log(ratio[1])
@@ -203,12 +203,12 @@ def random_box(
             top = torch.randint(0, height - box_height + 1, (1,), generator=generator).item()
             left = torch.randint(0, width - box_width + 1, (1,), generator=generator).item()
             return Box(int(top), int(left), box_height, box_width)
-    # No luck: the largest part in the middle whose ratio is allowed.
+    # No draw fits: the largest part in the middle whose ratio is allowed.
     box_width = min(width, round(height * ratio[1]))
     box_height = min(height, round(width / ratio[0]))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
 def in_words(size: Size) -> str:
-    """As people write it: width × height."""
+    """Return the size as text: width × height."""
     return f"{size[1]:,}×{size[0]:,}"

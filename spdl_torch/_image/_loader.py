@@ -1,16 +1,16 @@
-"""The image loader: what its arguments mean for an image."""
+"""`ImageLoader`: checks its arguments, and plans what to do with each image."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torchvision.tv_tensors import Image
 
-from ._ffmpeg import ThreadTools, output_of, pixels_of
+from ._ffmpeg import Mode, ThreadTools, output_of, pixels_of
 from ._file import ImageError, parsed
 from ._geometry import Orientation, Plan, center_box, in_words, random_box, resized
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageLoader"]
 
 _MAX_PIXELS = 178_956_970
-"""Where PIL refuses an image: 512 MB as RGB."""
+"""PIL's limit: 512 MB as RGB."""
 
 _NO_MODE = torch._C.DisableTorchFunction
 _nothing = contextlib.nullcontext()
@@ -29,32 +29,37 @@ _tools = ThreadTools()
 _AS_STORED = Orientation()
 
 _MARGIN_ROWS = 8
-"""What is behind the last row that is needed may colour it, if chroma is subsampled."""
+"""Rows decoded beyond the last one needed, which affect its colour if chroma is subsampled."""
 
 
 class ImageLoader:
-    """Reads and decodes an image file; what torchvision's datasets take as their `loader`.
+    """Reads and decodes an image file. Pass it to torchvision's datasets as their `loader`.
 
-    It gives a `torchvision.tv_tensors.Image`, uint8 C×H×W. Of a random part no more is resized than
-    what is kept. Threads may share it.
+    It returns a `torchvision.tv_tensors.Image`, uint8, C×H×W. Threads may share it.
+
+    >>> loader = ImageLoader(size=224, crop="random", horizontal_flip=0.5)
+    >>> dataset = torchvision.datasets.ImageFolder("photos", loader=loader)
+    >>> images, labels = next(iter(DataLoader(dataset, batch_size=4, num_workers=2)))
+    >>> images.shape
+    torch.Size([4, 3, 224, 224])
 
     Args:
-        size: Resizes, antialiased, to (height, width), or the shorter side to an int. None leaves
-            the size as it is.
+        size: Resize, antialiased, to (height, width), or the shorter side to an int. None keeps the
+            size.
         crop: `"random"` resizes a random part of the image, as `RandomResizedCrop(size)`.
-            `"center"` keeps the middle square of an image resized to an int; an int or (height,
-            width) keeps that much of its middle, as `Resize(size)` and `CenterCrop(crop)`.
-        scale: For `crop="random"`: the least and the largest share of the image's area.
-        ratio: For `crop="random"`: the least and the largest ratio of width to height.
-        horizontal_flip: Probability of mirroring the image.
-        mode: `"RGB"` or `"L"`; `"unchanged"` gives one channel for grey images, and one more for
-            alpha. The others leave alpha out.
+            `"center"` keeps the middle square of an image resized to an int. An int or (height,
+            width) keeps that much of the middle, as `Resize(size)` and `CenterCrop(crop)`.
+        scale: For `crop="random"`: the smallest and the largest share of the image's area.
+        ratio: For `crop="random"`: the smallest and the largest ratio of width to height.
+        horizontal_flip: Probability of a horizontal flip.
+        mode: `"RGB"` or `"L"` without alpha. `"unchanged"` returns one channel for grey images,
+            three for colour, and one more for alpha.
         apply_exif_orientation: Turn the image as its EXIF entry says.
         reducing_gap: A JPEG is decoded at a quarter or an eighth of its size if that leaves
             `reducing_gap` times as much as `size` needs, and not below the random part that is
             kept. None always decodes all pixels.
-        max_pixels: Larger images are an error, because a few bytes can claim to be gigabytes. None
-            sets no limit but FFmpeg's.
+        max_pixels: Larger images are an error, because a small file can claim gigabytes of memory.
+            None sets no limit except FFmpeg's.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class ImageLoader:
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         horizontal_flip: float = 0.0,
-        mode: Literal["RGB", "L", "unchanged"] = "RGB",
+        mode: Mode = "RGB",
         apply_exif_orientation: bool = False,
         reducing_gap: float | None = 3.0,
         max_pixels: int | None = _MAX_PIXELS,
@@ -82,7 +87,7 @@ class ImageLoader:
         self._check()
 
     def _check(self) -> None:
-        if self.mode not in {"RGB", "L", "unchanged"}:
+        if self.mode not in get_args(Mode):
             raise ValueError(f'mode must be "RGB", "L" or "unchanged", got {self.mode!r}.')
         if not 0 <= self.horizontal_flip <= 1:
             raise ValueError(
@@ -130,16 +135,16 @@ class ImageLoader:
         return f"{type(self).__name__}({arguments})"
 
     def read(self, path: Path) -> bytes:
-        """I/O: the bytes of a file."""
-        # Read in one piece: a buffer would be one copy more.
+        """I/O: return the bytes of a file."""
+        # Without a buffer, which would be one more copy.
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 (takes a third of the time)
             return file.read()
 
     def decode(self, data: Encoded, path: Path | None = None) -> Image:
-        """CPU: the image in the bytes of a file. `path` is for the error if there is one."""
+        """CPU: return the image in the bytes of a file. `path` is for the error message."""
         try:
-            # A worker thread's mode takes longer than the draws, for every call of torch. With the
-            # sample's generator at hand it is not needed.
+            # The torch function mode of a worker thread costs more than the draws themselves. With
+            # the sample's generator at hand it is not needed.
             generator = torch.thread_safe_generator() if self._draws else None
             with _NO_MODE() if generator is not None else _nothing:
                 pixels = self._pixels(_as_bytes(data), generator)
@@ -159,7 +164,7 @@ class ImageLoader:
             orientation = Orientation.of_exif(file.exif_orientation)
         plan, reduction, num_rows = None, 0, None
         if file.can_be_reduced and file.size is not None and self.reducing_gap is not None:
-            # What is not needed can be left out only if it is known before decoding.
+            # Only a plan made before decoding can leave out what is not needed.
             plan = self._plan(orientation.seen_size(file.size), generator)
             reduction = plan.reduction(self.reducing_gap)
             if plan.box is not None:
@@ -176,7 +181,7 @@ class ImageLoader:
         return pixels_of(frame, output, orientation, plan.center, is_mirrored=plan.is_mirrored)
 
     def _plan(self, seen_size: tuple[int, int], generator: torch.Generator | None) -> Plan:
-        """What is to be done to an image of this size. Draws the random numbers."""
+        """Return the steps for an image of this size. Draws the random numbers."""
         box, center = None, None
         if self.crop == "random":
             box = random_box(seen_size, self.scale, self.ratio, generator)

@@ -1,6 +1,6 @@
-"""What it takes to be used by frameworks that make loaders of their own.
+"""Support for frameworks that create their own data loaders.
 
 Each module imports its framework, so import the one that you need:
-`spdl_torch.integrations.accelerate`, `spdl_torch.integrations.transformers`. Lightning and timm
-need nothing of the kind.
+`spdl_torch.integrations.accelerate` or `spdl_torch.integrations.transformers`. Lightning and timm
+need no such module.
 """

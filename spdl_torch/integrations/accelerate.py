@@ -1,8 +1,7 @@
-"""Our `DataLoader` under Hugging Face Accelerate.
+"""`DataLoader` with Hugging Face Accelerate.
 
-Accelerate makes a plain torch loader out of any it is given. Here it prepares as it always does,
-and then our loader is put beneath what it has made: its shards, its device placement and its
-gradient state stay what they are.
+Accelerate turns any loader into a loader of torch's. `prepare` lets it do so, and then replaces the
+loader inside by ours. Accelerate's shards, device placement and gradient state stay the same.
 """
 
 from __future__ import annotations
@@ -30,21 +29,26 @@ __all__ = ["prepare", "put_beneath", "skip_first_batches"]
 _OF_THE_SHARD: Final = frozenset(
     {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 )
-"""The arguments that say which samples make a batch. Accelerate has changed them."""
+"""The arguments that determine the samples of a batch. Accelerate has changed them."""
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """Do what ``accelerator.prepare(*objects)`` does, but keep loaders of ours what they are.
+    """Do what ``accelerator.prepare(*objects)`` does, but keep `spdl_torch.DataLoader` objects.
 
-    The states of the loaders are saved by ``accelerator.save_state()``, and restored by
-    ``accelerator.load_state()``, exact to the batch.
+    ``accelerator.save_state()`` saves the loaders' states, and ``accelerator.load_state()``
+    restores them, exact to the batch.
+
+    Example::
+
+        accelerator = Accelerator()
+        model, loader = prepare(accelerator, model, DataLoader(dataset, num_workers=8))
 
     Args:
         accelerator: the `accelerate.Accelerator`.
-        objects: one or more loaders, and anything else that it prepares.
+        objects: one or more loaders, and other objects that it can prepare.
 
     Returns:
-        The prepared objects, in the same order; one object by itself if one was given.
+        The prepared objects in the same order, or the object itself if there is only one.
 
     """
     for loader in objects:
@@ -60,22 +64,21 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
 
 def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
-    """Let a loader that Accelerate has made load with threads.
+    """Replace the loader inside a prepared loader by a `spdl_torch.DataLoader`.
 
-    `prepare` does this, and what else there is to do. This is for code that gets its loaders
-    prepared by somebody else.
+    `prepare` calls this. Call it directly if other code has prepared the loader.
 
     Args:
-        prepared: what Accelerate has made, which is changed in place.
-        like: the loader, torch's or ours, whose arguments the one beneath shall have. Which samples
-            make a batch is up to Accelerate.
-        arguments: for our `DataLoader`, instead of those.
+        prepared: a loader that Accelerate has prepared. It is changed in place.
+        like: a loader, torch's or ours, from which the new one takes its arguments. The samples of
+            each batch are those of `prepared`.
+        arguments: arguments of `DataLoader` that override those of `like`.
 
     """
     if type(prepared) not in _classes():
         raise ValueError(
-            f"there is no way to put a spdl_torch.DataLoader beneath a {type(prepared).__name__}. "
-            "Prepare the loader with accelerator.prepare() to use torch's loader in its place."
+            f"a {type(prepared).__name__} cannot have a spdl_torch.DataLoader inside. "
+            "Prepare the loader with accelerator.prepare() to use torch's loader instead."
         )
     theirs = prepared.base_dataloader
     shard = theirs.batch_sampler
@@ -86,14 +89,14 @@ def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
 
 
 def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
-    """Do what ``accelerator.skip_first_batches()`` does, but keep a loader of ours what it is.
+    """Do what ``accelerator.skip_first_batches()`` does, but keep `spdl_torch.DataLoader` inside.
 
-    The samples that are skipped are not read, unless the dataset is an `IterableDataset`. For one
-    epoch: go on with what `prepare` gave.
+    Skipped samples are not read, unless the dataset is an `IterableDataset`. The result is for one
+    epoch. Use `prepared` for the epochs after it.
 
     Args:
-        prepared: what `prepare` gave.
-        num_batches: how many batches to skip.
+        prepared: a loader that `prepare` has returned.
+        num_batches: number of batches to skip.
 
     """
     with torchs_advice_withheld():
@@ -101,7 +104,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
     if not isinstance(prepared, _OverOurs):
         return rest
     ours = prepared.base_dataloader
-    if _is_iterable(ours):  # The rest reads the first batches, and does not give them.
+    if _is_iterable(ours):  # It reads the first batches and drops them.
         put_beneath(rest, ours)
         return rest
     loader = _RestOfEpoch(ours.dataset, **_arguments_of(ours) | _batching_of(ours))
@@ -114,7 +117,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
 
 @contextlib.contextmanager
 def torchs_advice_withheld() -> Iterator[None]:
-    """While a loader of torch's is made that will not be used: it may have many workers."""
+    """Suppress torch's warning about many workers for a loader that will not be used."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
@@ -142,19 +145,19 @@ def _replace_base(prepared: Any, loader: DataLoader[Any]) -> None:
     prepared.base_dataloader = loader
     # All processes would write its state to the same file at the same time.
     prepared.use_stateful_dataloader = False
-    # Accelerate's loaders say that their class is that of the loader beneath them, and such a class
-    # cannot be assigned.
+    # Accelerate's loaders report the class of the loader inside as their __class__, so a plain
+    # assignment does not work.
     object.__dict__["__class__"].__set__(prepared, _classes()[type(prepared)])
 
 
 class _RestOfEpoch(DataLoader[Any]):
-    """Leaves out the first batches, as if it had been restored from a state."""
+    """Skips the first batches, as if it had been restored from a state."""
 
     num_skipped = 0
 
     def __iter__(self) -> Any:
-        # Not sooner: accelerate chooses the epoch, and lets the generators of all processes agree,
-        # just before this.
+        # Not earlier: accelerate sets the epoch, and synchronises the RNGs of all processes, just
+        # before this.
         state = self.state_dict()
         batch_size = getattr(self.batch_sampler, "batch_size", 1)
         num_units = batch_size if state["unit"] == "sample" else 1
@@ -167,33 +170,33 @@ class _RestOfEpoch(DataLoader[Any]):
 
 
 class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
-    """What a loader of Accelerate's does differently over one of ours."""
+    """Overrides for a loader of Accelerate's that has one of ours inside."""
 
     base_dataloader: DataLoader[Any]
     iteration: int
     end_of_dataloader: bool
 
     _state: dict[str, Any] | None = None
-    """Of the loader beneath, after the batch that the training loop has got. Accelerate asks for
-    the batch after it before it hands it out, to know which is the last."""
+    """State of the loader inside after the batch that the training loop has received. Accelerate
+    prefetches one batch more, to know which one is the last."""
     _iteration_of_state = 0
     _has_begun = False
 
     def _update_state_dict(self) -> None:
         self._has_begun = True
         self._iteration_of_state = self.iteration + self.end_of_dataloader
-        # At the end of an epoch our loader would decide what the next one draws. That has to wait
-        # until somebody wants to save it: the generators may be seeded before it begins.
+        # A state at the end of an epoch fixes the RNG draws of the next one. So it is taken only
+        # when it is saved: the user may seed the RNGs before the next epoch.
         self._state = None if self.end_of_dataloader else self.base_dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         state = self._state
         if state is None:
-            # Before the first epoch the generators of the processes are not the same yet.
+            # Before the first epoch the RNGs of the processes are not synchronised yet.
             state = self.base_dataloader.state_dict() if self._has_begun else {}
         elif self._num_processes > 1 and not self.base_dataloader.in_order:
             raise RuntimeError(
-                "with in_order=False each process has got other batches out of turn, and "
+                "with in_order=False each process has received other batches early, and "
                 "accelerate saves one state for all. Save at the end of an epoch, or use "
                 "in_order=True."
             )
@@ -212,7 +215,7 @@ class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
         if state_dict["num_processes"] != self._num_processes:
             raise ValueError(
                 f"the state was saved by {state_dict['num_processes']} processes, but now there "
-                f"are {self._num_processes}. Use as many to go on from it: accelerate deals out "
+                f"are {self._num_processes}. Resume with the same number: accelerate distributes "
                 "whole batches, and does not know which samples are left for another number."
             )
         self.set_epoch(state_dict["iteration"])
@@ -221,7 +224,7 @@ class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        # For what is drawn from its seed.
+        # What a loader with seed= draws depends on the epoch.
         self.base_dataloader.set_epoch(epoch)
         self._iteration_of_state = epoch
 
@@ -235,10 +238,10 @@ class _Shard(_OverOurs, DataLoaderShard):  # type: ignore[misc]
 
 
 class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
-    """The first process loads all batches, and sends the others their parts."""
+    """The first process loads all batches and sends the other processes their parts."""
 
     def _update_state_dict(self) -> None:
-        # It is called for each of the batches that are made one; the first is the one that counts.
+        # Called for each of the batches that are concatenated; _fetch_batches takes the state once.
         if self.end_of_dataloader:
             super()._update_state_dict()
 
@@ -251,7 +254,7 @@ class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
         return batches
 
 
-# -- what cannot be prepared ----------------------------------------------------------------------
+# -- loaders that cannot be prepared --------------------------------------------------------------
 
 
 def _check(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
@@ -259,8 +262,8 @@ def _check(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
         return
     if loader.batch_sampler is None:
         raise ValueError(
-            "accelerate deals out batches, but this DataLoader has batch_size=None, and accelerate "
-            "would ignore its sampler. Set batch_size, or pass a batch_sampler."
+            "accelerate distributes batches, but this DataLoader has batch_size=None, and "
+            "accelerate would ignore its sampler. Set batch_size, or pass a batch_sampler."
         )
     if accelerator.num_processes > 1:
         _check_not_distributed(loader.batch_sampler)
@@ -272,15 +275,15 @@ def _check_not_distributed(sampler: Any) -> None:
         if num_parts > 1:
             raise ValueError(
                 f"the {type(layer).__name__} of this DataLoader gives each of {num_parts} "
-                "processes its part of the samples, and accelerate would deal out that part once "
-                "more: most samples would never be used. Use shuffle=True, or another sampler that "
-                "gives all indices on all processes, and leave the parts to accelerate. Or do not "
+                "processes its part of the samples, and accelerate would divide that part again: "
+                "most samples would never be used. Use shuffle=True, or another sampler that "
+                "yields all indices on all processes, and let accelerate divide them. Or do not "
                 "prepare the loader, and pass device=accelerator.device to it."
             )
 
 
 def _layers(sampler: Any) -> Iterator[Any]:
-    """The sampler and those it wraps, as a batch sampler does."""
+    """Yield the sampler and those that it wraps, as a batch sampler does."""
     for _ in range(4):
         if sampler is None:
             return

@@ -1,4 +1,4 @@
-"""Our `DataLoader` in the `Trainer` of Hugging Face transformers."""
+"""`DataLoader` in the `Trainer` of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ __all__ = ["SpdlTrainerMixin"]
 
 
 class SpdlTrainerMixin:
-    """Lets a `Trainer` train, evaluate and predict with our loaders.
+    """Makes a `Trainer` train, evaluate and predict with `spdl_torch.DataLoader`.
 
-    It goes before the trainer::
+    Inherit from it before the trainer::
 
         class MyTrainer(SpdlTrainerMixin, Trainer):
             loader_arguments = {"num_io_workers": 32}
 
-    `TrainingArguments` say what they always say: ``dataloader_num_workers`` and the like.
+    `TrainingArguments` keep their meaning, such as ``dataloader_num_workers``.
 
     Args:
-        args: of the trainer.
-        loader_arguments: for our `DataLoader`, beyond those of the trainer; or an attribute of the
-            class.
-        kwargs: of the trainer.
+        args: positional arguments of the trainer.
+        loader_arguments: further arguments of `DataLoader`. Default: those of the class.
+        kwargs: keyword arguments of the trainer.
 
     """
 
@@ -42,7 +41,7 @@ class SpdlTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """All loaders of a trainer are made here."""
+        """Create a loader. The trainer creates all its loaders here."""
         with torchs_advice_withheld():
             prepared = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
         put_beneath(prepared, prepared.base_dataloader, **self.loader_arguments)
@@ -50,11 +49,11 @@ class SpdlTrainerMixin:
 
     def _run_epoch(self, **arguments: Any) -> Any:
         num_done = arguments["steps_trained_in_current_epoch"]
-        goes_on = (
+        resumes = (
             arguments["resume_from_checkpoint"] is not None
             and arguments["epoch"] == arguments["epochs_trained"]
         )
-        if goes_on and num_done > 0:  # It is 0 with args.ignore_data_skip.
+        if resumes and num_done > 0:  # It is 0 with args.ignore_data_skip.
             rest = skip_first_batches(arguments["train_dataloader"], num_done)
             rest.set_epoch(arguments["epoch"])
             arguments["train_dataloader"] = _loader_of(_Epoch(rest, num_done))
@@ -62,10 +61,10 @@ class SpdlTrainerMixin:
 
 
 class _Epoch(IterableDataset[Any]):
-    """The batches of an epoch, with nothing in the place of those that are not wanted.
+    """The batches of an epoch, with None for those that were trained on before.
 
-    The trainer has accelerate skip the first batches of a loader, which makes it one of torch's.
-    So what it gets is a loader of torch's, of batches that ours makes.
+    To skip the first batches, the trainer lets accelerate turn any loader into one of torch's. So
+    it gets a loader of torch's that yields the batches of ours.
     """
 
     def __init__(self, rest: Any, num_done: int) -> None:

@@ -256,7 +256,7 @@ def test_set_epoch_reaches_the_seed(accelerator):
 
 
 def test_single_samples_are_refused(accelerator):
-    with pytest.raises(ValueError, match=r"accelerate deals out batches.* Set batch_size"):
+    with pytest.raises(ValueError, match=r"accelerate distributes batches.* Set batch_size"):
         prepare(accelerator, make_loader(batch_size=None))
 
 

@@ -1,4 +1,4 @@
-"""What it costs to have the batches on the device, in one command.
+"""Measure what it costs to have the batches on the device.
 
     python benchmarks/transfer.py [--device DEVICE] [--batch-size N] [--size N] [--workers N]
                                   [--steps N] [--rounds N]
@@ -7,7 +7,7 @@ On a device
 -----------
 The time of one step of a small training loop, which is fed in four ways:
 
-* `cached`: one batch, which is on the device already. Nobody can be quicker;
+* `cached`: one batch, which is on the device already: the lower bound;
 * `ours`: `spdl_torch.DataLoader(..., device=...)`;
 * `torch, pinned`: torch's loader with `pin_memory=True`, and `.to(device, non_blocking=True)`;
 * `torch, synchronous`: torch's loader, and `.to(device)`.
@@ -20,11 +20,11 @@ device to another. No step reads anything from the device, so the host may run a
 Without a device
 ----------------
 What the host does for a batch, in one thread. `straight into the buffer` is our collate, which
-writes the samples into a buffer that is used again. `stack, then copy` is torch's: a worker stacks
-them in fresh memory, and a thread copies that into pinned memory. Here the two come one after the
-other, so the ratio is of the work that is done, not of the time until a batch is there. `stack
-alone` is the first half of it. Memory that is not pinned plays the part of that which is; torch
-keeps its pinned memory too, so it is used again for both.
+writes the samples into pinned memory. `stack, then copy` is torch's: a worker stacks them in fresh
+memory, and a thread copies that into pinned memory. Here the two come one after the other, so the
+ratio is of the work that is done, not of the time until a batch is there. `stack alone` is the
+first half of it. One buffer that is not pinned stands for pinned memory, which torch's allocator
+reuses in both cases.
 
 Rounds
 ------
@@ -63,7 +63,7 @@ Batch = tuple[Tensor, Tensor]
 """Images, uint8 of N×3×H×W, and labels."""
 
 Measure = Callable[[], float]
-"""Runs once, and gives milliseconds for each step or batch."""
+"""Runs once, and returns the milliseconds of each step or batch."""
 
 
 def measure_rounds(ways: dict[str, Measure], num_rounds: int) -> dict[str, list[float]]:
@@ -153,13 +153,13 @@ def copied(
 
 
 def compare(open_loaders: dict[str, Callable[[], Iterable[Batch]]]) -> None:
-    """Raises if the loaders do not give the same batches."""
+    """Raise if the loaders do not return the same batches."""
     names = list(open_loaders)
     opened = [open_batches() for open_batches in open_loaders.values()]
     for batches in itertools.islice(zip(*opened, strict=True), NUM_COMPARED_BATCHES):
         for name, batch in zip(names, batches, strict=True):
             if not all(map(torch.equal, batch, batches[0])):
-                raise RuntimeError(f"{name} and {names[0]} give different batches")
+                raise RuntimeError(f"{name} and {names[0]} return different batches")
 
 
 def measure_on_device(options: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
+import pytest
 
 Pixels = np.ndarray
 
@@ -559,6 +560,24 @@ FORMATS = {
     "tiff cmyk": _lossless(by_pil("TIFF", "CMYK")),
 }
 """Every layout by its name, which begins with the format's."""
+
+_TYPICAL = {
+    *("jpeg 4:4:4", "jpeg 4:2:2", "jpeg 4:2:0", "jpeg 4:4:0", "jpeg 4:1:1", "jpeg 4:1:0"),
+    *("jpeg lossless", "jpeg rgb", "jpeg grey", "jpeg cmyk", "jpeg ycck", "jpeg progressive"),
+    *("png rgb", "png rgba 16", "png grey 1", "png palette 8", "webp lossy", "webp lossless alpha"),
+    *("gif 87a", "bmp 8", "bmp 24", "tiff raw", "tiff lzw", "tiff fax", "tiff cmyk"),
+}
+
+
+def tiered(names: Iterable[str] = FORMATS) -> list[Any]:
+    """Return names of FORMATS as parameters for `pytest.mark.parametrize`.
+
+    The default tier runs one of each codec and chroma layout, the others are marked `exhaustive`.
+    """
+    return [
+        pytest.param(name, marks=[] if name in _TYPICAL else [pytest.mark.exhaustive])
+        for name in names
+    ]
 
 
 @cache

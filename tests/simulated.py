@@ -1,19 +1,22 @@
-"""A device that exists only here, with streams, events and memory as CUDA has them.
+"""A simulated device, with streams, events and memory that behave as those of CUDA.
 
 It is as lazy as a device is allowed to be, and as quick: what is queued on its streams happens when
 the `Schedule` says so, in an order that only waiting for events limits. A tensor that is read too
 early, or memory that is used again too early, shows in the values.
 
-What it takes over from CUDA, because the loader relies on it or must not forget it:
+What it models, because the loader relies on it:
 
 * The current stream and the current device belong to the thread.
 * A copy out of pinned memory reads the memory when its turn comes on the stream. One out of other
   memory has read it when the call returns. One that is not `non_blocking` makes the host wait.
 * An event stands for what was on the stream when it was recorded. To wait for one that was never
   recorded is to wait for nothing, and asked, it says that it has completed.
-* Memory belongs to the stream on which it was allocated. Once Python has let go of a tensor, the
-  next allocation on that stream has its memory, whatever other streams still have to do with it;
-  unless they were named by `record_stream`: then when they have come as far as they were queued.
+* Device memory belongs to the stream on which it was allocated. Once Python has released a tensor,
+  the next allocation on that stream has its memory, whatever other streams still have to do with
+  it. Streams that `record_stream` named delay that until they have done what is queued on them.
+* Pinned memory comes from a caching allocator, in powers of two. Each `non_blocking` copy records
+  an event for its block; a copy does not keep the host's tensor alive. Once Python has released the
+  tensors in a block, and all its events have completed, the next allocation of its size has it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +120,30 @@ class Block:
     used_on: set[Stream] = field(default_factory=set)
 
 
+@dataclass(eq=False)
+class PinnedBlock:
+    """Pinned memory of the host."""
+
+    memory: np.ndarray
+    copies: list[Point] = field(default_factory=list)
+    """The ends of the `non_blocking` copies out of it."""
+
+    def lease(self, release: Callable[[PinnedBlock], None]) -> torch.Tensor:
+        """Return a tensor of its bytes; `release` is called when the last view of it is gone."""
+        array = self.memory.view(_Lease)
+        weakref.finalize(array, release, self)
+        return torch.from_numpy(array)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over the same bytes as one of its own, without keeping that alive."""
+        elements = torch.from_numpy(self.memory).view(tensor.dtype)
+        return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class _Lease(np.ndarray):
+    """One use of a block: a storage keeps the array alive from which it was made."""
+
+
 class SimulatedTensor(torch.Tensor):
     block: Block
     simulator: Simulator
@@ -152,7 +180,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Call:
-    """What was asked of the device, by whom."""
+    """A call of the device's interface, and the thread that made it."""
 
     what: str
     stream: Stream | None
@@ -195,7 +223,7 @@ def at_random(seed: int) -> Schedule:
 
 
 class Simulator:
-    """What `torch.get_device_module` gives for the device."""
+    """What `torch.get_device_module` returns for the device."""
 
     def __init__(self, schedule: Schedule, num_devices: int = 1) -> None:
         self.schedule = schedule
@@ -208,13 +236,10 @@ class Simulator:
         self._freed_in_use: list[tuple[list[Point], Block]] = []
         self.calls: list[Call] = []
         self.num_bytes_left = 1 << 40
-        self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
-            weakref.WeakValueDictionary()
-        )
-        self.num_pinned = 0
-        """How many times memory was pinned."""
-        self.most_pinned = 0
-        """How many pieces of it there were at the same time."""
+        self._pinned_blocks: dict[int, PinnedBlock] = {}
+        """All of them, by address."""
+        self._free_pinned: list[PinnedBlock] = []
+        """Released by Python; copies out of them may still be queued."""
 
     # -- the interface of a device module --------------------------------------------------------
 
@@ -327,21 +352,23 @@ class Simulator:
         index = self.current_device() if device.index is None else device.index
         device = torch.device(TYPE, index)
         stream = self.current_stream(device)
-        is_pinned = self.is_pinned(source)
-        with self.call("copy", stream, source.data_ptr() if is_pinned else None):
+        pinned = self._pinned_block(source)
+        with self.call("copy", stream, pinned):
             block = self._allocate(source.numel() * source.element_size(), stream)
-            source = source.detach() if is_pinned else source.detach().clone()
+            tensor = SimulatedTensor(block, source, device, self)
+            values = source.detach().clone() if pinned is None else pinned.alias(source)
 
             def work() -> None:
-                flat = source.contiguous().view(-1).view(torch.uint8)
+                flat = values.contiguous().view(-1).view(torch.uint8)
                 block.memory[: flat.numel()] = flat
 
             stream.put(work)
-            tensor = SimulatedTensor(block, source, device, self)
             done = stream.point()
+            if pinned is not None and non_blocking:
+                pinned.copies.append(done)
         if not non_blocking:
             self.host_wait(done)
-        # Seen by whoever looks at what is dispatched, as a real copy is.
+        # A dispatch mode sees it, as it sees a real copy.
         seen = torch.Tensor._make_wrapper_subclass(SimulatedTensor, source.shape, device=device)
         seen.clone_made = tensor
         return torch.ops.aten.clone.default(seen)
@@ -369,16 +396,37 @@ class Simulator:
             else:
                 self._free[block.stream, block.memory.numel()].append(block)
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+    @property
+    def num_pinned(self) -> int:
+        """How many times memory had to be pinned, as there was no block to reuse."""
+        return len(self._pinned_blocks)
+
+    def empty_pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = shape.numel() * dtype.itemsize
+        size = max(512, 1 << (max(num_bytes, 1) - 1).bit_length())
         with self.call("pin", None):
-            storage = tensor.untyped_storage()
-            self._pinned[storage.data_ptr()] = storage
-            self.num_pinned += 1
-            self.most_pinned = max(self.most_pinned, len(self._pinned))
-        return tensor
+            block = self._take_free_pinned(size)
+            if block is None:
+                block = PinnedBlock(np.empty(size, dtype=np.uint8))
+                self._pinned_blocks[block.memory.ctypes.data] = block
+            block.memory[:] = POISON
+        # Atomic, as Python may release a tensor at any point.
+        tensor = block.lease(self._free_pinned.append)
+        return tensor[:num_bytes].view(dtype).view(shape)
+
+    def _take_free_pinned(self, size: int) -> PinnedBlock | None:
+        for block in list(self._free_pinned):
+            if block.memory.size == size and all(point.is_reached() for point in block.copies):
+                self._free_pinned.remove(block)
+                block.copies.clear()
+                return block
+        return None
+
+    def _pinned_block(self, tensor: torch.Tensor) -> PinnedBlock | None:
+        return self._pinned_blocks.get(tensor.untyped_storage().data_ptr())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        return self._pinned_block(tensor) is not None
 
     # -- how torch comes to know it --------------------------------------------------------------
 
@@ -388,10 +436,12 @@ class Simulator:
 
         def empty_or_pinned(*args, pin_memory=False, **kwargs):
             tensor = empty(*args, **kwargs)
-            return self.pin(tensor) if pin_memory else tensor
+            return self.empty_pinned(tensor.shape, tensor.dtype) if pin_memory else tensor
 
         def pin_memory(tensor, *_):
-            return tensor if self.is_pinned(tensor) else self.pin(tensor.clone())
+            if self.is_pinned(tensor):
+                return tensor
+            return self.empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
         def to_or_copy(tensor, *args, **kwargs):
             device = kwargs.get("device", args[0] if args else None)

@@ -71,7 +71,8 @@ def test_torchs_exception_type_with_advice(dataset, arguments, advice):
         ({"num_workers": 2, "preprocess_executor": 4}, TypeError, "ProcessPoolExecutor(4)"),
     ],
 )
-def test_our_own_arguments_are_checked_at_the_door(arguments, error, advice):
+def test_own_arguments_are_checked_at_once(arguments, error, advice):
+    """A bad argument of ours is an error when the loader is made, with advice."""
     with pytest.raises(error) as caught:
         DataLoader(Squares(), **arguments)
     assert advice in str(caught.value)
@@ -85,12 +86,14 @@ def test_our_own_arguments_are_checked_at_the_door(arguments, error, advice):
         {"preprocess_executor": ThreadPoolExecutor(1)},
     ],
 )
-def test_stage_arguments_are_refused_for_an_iterable_dataset(arguments):
+def test_iterable_dataset_refuses_stage_arguments(arguments):
+    """Arguments of stages are refused for an iterable dataset."""
     with pytest.raises(ValueError, match="is for map-style datasets"):
         DataLoader(Sharded(), num_workers=2, **arguments)
 
 
-def test_every_argument_of_torchs_is_taken_with_its_default_and_in_its_place():
+def test_signature_begins_with_torchs():
+    """Every argument of torch's has its place and default, and ours are keywords."""
     theirs = inspect.signature(torch.utils.data.DataLoader).parameters
     ours = inspect.signature(DataLoader).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
@@ -101,7 +104,8 @@ def test_every_argument_of_torchs_is_taken_with_its_default_and_in_its_place():
         assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_every_argument_is_kept_under_its_name():
+def test_arguments_are_kept_as_attributes():
+    """Every argument is an attribute, so that a loader can be made again from them."""
     executor = ThreadPoolExecutor(1)
     arguments = {
         "batch_size": 3,
@@ -132,7 +136,8 @@ def test_every_argument_is_kept_under_its_name():
 @pytest.mark.parametrize(
     "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
 )
-def test_what_torch_does_not_let_one_set_later_cannot_be_set_later(name):
+def test_fixed_attributes_cannot_be_set(name):
+    """Attributes that torch does not let one set later cannot be set later."""
     with pytest.raises(ValueError, match="should not be set after DataLoader is initialized"):
         setattr(DataLoader(Squares()), name, None)
 
@@ -142,7 +147,8 @@ def test_the_class_can_be_subscripted():
     assert isinstance(loader, torch.utils.data.DataLoader)
 
 
-def test_more_threads_than_can_be_of_use_warn_and_the_usual_number_does_not():
+def test_too_many_threads_warn():
+    """A thousand worker threads warn, and 64 do not."""
     DataLoader(Squares(), num_workers=64)
     with pytest.warns(UserWarning, match="1000 worker threads.*excessive worker creation"):
         DataLoader(Squares(), num_workers=1000)
@@ -151,7 +157,8 @@ def test_more_threads_than_can_be_of_use_warn_and_the_usual_number_does_not():
 @pytest.mark.parametrize(
     "clone", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
 )
-def test_a_copy_of_a_loader_has_workers_of_its_own(clone):
+def test_copied_loader_has_own_workers(clone):
+    """A copied or pickled loader starts its own workers."""
     loader = DataLoader(Squares(6), batch_size=2, num_workers=2, persistent_workers=True)
     expected = [batch.tolist() for batch in loader]
     copied = clone(loader)
@@ -166,7 +173,8 @@ def test_an_iterator_cannot_be_pickled():
         pickle.dumps(iter(DataLoader(Squares(), num_workers=2)))
 
 
-def test_io_workers_that_would_have_nothing_to_do_are_a_warning():
+def test_useless_io_workers_warn():
+    """num_io_workers warns if the dataset has no load stage."""
     with pytest.warns(UserWarning, match="num_io_workers=16 changes nothing: Squares has no load"):
         DataLoader(Squares(), num_workers=2, num_io_workers=16)
     DataLoader(Staged(), num_workers=2, num_io_workers=16)

@@ -1,4 +1,4 @@
-"""Our default collate gives what torch's gives; pinning as in torch."""
+"""The default collate returns what torch's returns; pinning is as in torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,6 @@ class Colour(enum.IntEnum):
     BLUE = 2
 
 
-class Given(Squares):
-    def __init__(self, samples):
-        super().__init__(len(samples))
-        self.samples = samples
-
-    def __getitem__(self, index):
-        return self.samples[index]
-
-
 @pytest.mark.parametrize(
     "samples",
     [
@@ -52,21 +43,24 @@ class Given(Squares):
     ],
     ids=str,
 )
-def test_a_batch_is_what_torchs_default_collate_makes(samples):
-    (ours,) = DataLoader(Given(samples), batch_size=len(samples), num_workers=1)
+def test_batch_equals_torchs_default_collate(samples):
+    """The default collate returns what torch's default_collate returns."""
+    (ours,) = DataLoader(samples, batch_size=len(samples), num_workers=1)
     assert_same(ours, default_collate(samples))
 
 
 @pytest.mark.parametrize("samples", [[2**70], [object()]], ids=str)
-def test_what_torchs_default_collate_refuses_is_refused(samples):
+def test_torchs_collate_errors_are_kept(samples):
+    """Samples that torch's default_collate refuses raise the same error."""
     with pytest.raises((RuntimeError, TypeError, ValueError)) as theirs:
         default_collate(samples)
     with pytest.raises(type(theirs.value)) as ours:
-        list(DataLoader(Given(samples), num_workers=1))
+        list(DataLoader(samples, num_workers=1))
     assert str(ours.value) == str(theirs.value)
 
 
-def test_a_function_that_the_user_put_into_torchs_map_is_used(monkeypatch):
+def test_functions_in_torchs_map_are_used(monkeypatch):
+    """A function that the user put into torch's default_collate_fn_map is called."""
     monkeypatch.setitem(default_collate_fn_map, int, lambda samples, **_: ("mine", samples))
     (batch,) = DataLoader(Squares(3), batch_size=3, num_workers=1)
     assert batch == ("mine", [0, 1, 4])
@@ -87,7 +81,8 @@ class Pinnable:
         return self
 
 
-def test_pin_memory_without_a_device_warns_and_goes_on_as_torchs_does():
+def test_pin_memory_without_accelerator_warns():
+    """Without an accelerator, pin_memory=True warns and pins nothing."""
     if torch.accelerator.is_available():
         pytest.skip("there is a device")
     with pytest.warns(UserWarning, match="no accelerator is found"):
@@ -97,7 +92,7 @@ def test_pin_memory_without_a_device_warns_and_goes_on_as_torchs_does():
 
 @pytest.fixture
 def device(monkeypatch):
-    """An accelerator, as far as the loader can see; gives the threads that chose it."""
+    """An accelerator, as far as the loader can see; the fixture is the threads that chose it."""
     chosen = []
 
     def set_device_index(index):
@@ -110,7 +105,8 @@ def device(monkeypatch):
     return chosen
 
 
-def test_batches_are_pinned_in_the_workers_on_the_device_of_the_loop(device):
+def test_workers_pin_for_the_loops_device(device):
+    """Workers pin batches, with the loop's current device."""
     loader = DataLoader(Squares(2), num_workers=2, pin_memory=True, collate_fn=Pinnable)
     names = [batch.pinned_in for batch in loader]
     assert all(name.startswith("spdl_torch-preprocess") for name in names)
@@ -118,7 +114,8 @@ def test_batches_are_pinned_in_the_workers_on_the_device_of_the_loop(device):
 
 
 @pytest.mark.usefixtures("device")
-def test_an_exception_while_pinning_is_raised_at_its_batch():
+def test_pinning_error_raises_at_its_batch():
+    """An error in pin_memory() is raised at its batch."""
     loader = DataLoader(Squares(4), num_workers=2, pin_memory=True, collate_fn=Pinnable)
     iterator = iter(loader)
     assert [next(iterator).samples for _ in range(2)] == [[0], [1]]
@@ -129,7 +126,7 @@ def test_an_exception_while_pinning_is_raised_at_its_batch():
 
 @pytest.fixture
 def pinned(monkeypatch, device):
-    """Pinned memory, as far as the loader can see; gives the addresses of all of it."""
+    """Pinned memory, as far as the loader can see; the fixture is its addresses."""
     addresses = set()
     empty = torch.empty
 
@@ -149,13 +146,14 @@ def pinned(monkeypatch, device):
     return addresses
 
 
-def test_samples_are_written_straight_into_pinned_memory(pinned):
+def test_collate_writes_into_pinned_memory(pinned):
+    """Samples are stacked in pinned memory, without a copy."""
     samples = [
         {"image": Image(torch.full((3, 4, 5), n, dtype=torch.uint8)), "boxes": (torch.ones(n, 4),)}
         for n in (2, 2)
     ]
     samples[1]["image"] += 1
-    (batch,) = DataLoader(Given(samples), batch_size=2, num_workers=1, pin_memory=True)
+    (batch,) = DataLoader(samples, batch_size=2, num_workers=1, pin_memory=True)
     assert_same(batch, default_collate(samples))
     assert type(batch["image"]) is torch.Tensor
     assert {batch["image"].data_ptr(), batch["boxes"][0].data_ptr()} <= pinned
@@ -170,8 +168,9 @@ def test_samples_are_written_straight_into_pinned_memory(pinned):
     ids=["of two types", "with a gradient"],
 )
 @pytest.mark.usefixtures("pinned")
-def test_tensors_that_fit_no_buffer_are_stacked_as_torch_does(samples):
-    (batch,) = DataLoader(Given(samples), batch_size=2, num_workers=1, pin_memory=True)
+def test_other_tensors_are_stacked_by_torch(samples):
+    """Tensors of two types, or with a gradient, are stacked as torch does it."""
+    (batch,) = DataLoader(samples, batch_size=2, num_workers=1, pin_memory=True)
     expected = default_collate(samples)
     assert batch.dtype == expected.dtype
     assert batch.requires_grad == expected.requires_grad
@@ -184,11 +183,12 @@ def test_tensors_that_fit_no_buffer_are_stacked_as_torch_does(samples):
     ids=["of two sizes", "sparse"],
 )
 @pytest.mark.usefixtures("pinned")
-def test_what_torch_cannot_stack_is_its_error(samples):
+def test_unstackable_tensors_raise_torchs_error(samples):
+    """Tensors that torch cannot stack raise its error."""
     with pytest.raises(RuntimeError) as theirs:
         default_collate(samples)
     with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
-        next(iter(DataLoader(Given(samples), batch_size=2, num_workers=1, pin_memory=True)))
+        next(iter(DataLoader(samples, batch_size=2, num_workers=1, pin_memory=True)))
 
 
 @pytest.mark.cuda

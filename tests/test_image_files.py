@@ -26,7 +26,19 @@ import torch
 from spdl_torch import DataLoader, ImageError, ImageLoader
 
 from .datasets import PATIENCE_SECONDS
-from .images import FILES, FORMATS, bmp, encoded, picture, png, png_chunk, png_chunks, save, tiff
+from .images import (
+    FILES,
+    FORMATS,
+    bmp,
+    encoded,
+    picture,
+    png,
+    png_chunk,
+    png_chunks,
+    save,
+    tiered,
+    tiff,
+)
 
 SIZE = (40, 56)
 ONE_OF_EACH = {
@@ -72,7 +84,8 @@ def reason(data, **arguments):
 
 
 @pytest.mark.parametrize("ending", ONE_OF_EACH)
-def test_a_format_is_recognised_by_its_content_whatever_its_name(ending, tmp_path):
+def test_content_decides_the_format(ending, tmp_path):
+    """A format is recognised by its content, whatever the file's name."""
     data = small(ONE_OF_EACH[ending])
     expected = ImageLoader().decode(data)
     for name in [f"image.{other}" for other in ONE_OF_EACH] + ["image", "image.txt"]:
@@ -80,13 +93,15 @@ def test_a_format_is_recognised_by_its_content_whatever_its_name(ending, tmp_pat
         assert torch.equal(ImageLoader()(tmp_path / name), expected)
 
 
-def test_a_path_may_be_a_str_or_path_like(tmp_path):
+def test_path_is_str_or_path_like(tmp_path):
+    """A path may be a str, bytes or path-like."""
     path = tmp_path / "ä image.png"
     path.write_bytes(small("png rgb"))
     assert torch.equal(ImageLoader()(str(path)), ImageLoader()(path))
 
 
-def test_reading_gives_the_bytes_that_decoding_takes(tmp_path):
+def test_read_returns_what_decode_takes(tmp_path):
+    """read() returns the bytes that decode() takes."""
     path = tmp_path / "image.png"
     path.write_bytes(small("png rgb"))
     loader = ImageLoader()
@@ -94,7 +109,8 @@ def test_reading_gives_the_bytes_that_decoding_takes(tmp_path):
     assert torch.equal(loader.decode(loader.read(path)), loader(path))
 
 
-def test_a_missing_file_is_pythons_own_error(tmp_path):
+def test_missing_file_raises_file_not_found(tmp_path):
+    """A missing file is Python's own error."""
     with pytest.raises(FileNotFoundError) as caught:
         ImageLoader()(tmp_path / "missing.jpg")
     assert caught.value.filename == str(tmp_path / "missing.jpg") or caught.value.filename == (
@@ -119,30 +135,35 @@ def test_a_folder_is_pythons_own_error(tmp_path):
         lambda data: np.frombuffer(data, np.uint8),
     ],
 )
-def test_encoded_bytes_may_be_in_any_kind_of_memory(name, wrap):
+def test_any_buffer_of_bytes_is_decoded(name, wrap):
+    """Encoded bytes may be in any kind of memory."""
     data = small(name)
     assert torch.equal(ImageLoader().decode(wrap(data)), ImageLoader().decode(data))
 
 
-def test_decoding_leaves_its_input_as_it_was():
+def test_decoding_does_not_change_input():
+    """Decoding does not write to the encoded bytes."""
     for name in FORMATS:
         data = bytearray(small(name))
         ImageLoader(20).decode(data)
         assert bytes(data) == small(name)
 
 
-def test_a_tensor_of_other_numbers_is_a_type_error():
+def test_tensor_of_other_dtype_is_refused():
+    """A tensor that is not of bytes is a TypeError."""
     with pytest.raises(TypeError, match=r"tensor of uint8, got one of torch\.int64"):
         ImageLoader().decode(torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("data", ["a str", 3, None])
-def test_what_is_no_memory_is_a_type_error(data):
+def test_input_without_buffer_is_refused(data):
+    """An object that is no buffer of bytes is a TypeError."""
     with pytest.raises(TypeError):
         ImageLoader().decode(data)
 
 
-def test_the_result_outlives_what_it_was_made_from():
+def test_result_outlives_its_input():
+    """An image stays intact after its input and others are gone."""
     data = bytearray(small("bmp 24"))
     image = ImageLoader().decode(data)
     expected = image.clone()
@@ -190,7 +211,8 @@ def test_the_result_can_be_written_to():
         ({"ratio": (-1, 1)}, "both above 0"),
     ],
 )
-def test_a_bad_argument_is_a_value_error_with_advice(arguments, advice):
+def test_bad_value_is_refused_with_advice(arguments, advice):
+    """A bad argument is a ValueError that says what to do."""
     with pytest.raises(ValueError, match=re.escape(advice)) as caught:
         ImageLoader(**arguments)
     assert str(caught.value).endswith(".")
@@ -211,7 +233,8 @@ def test_a_bad_argument_is_a_value_error_with_advice(arguments, advice):
         {"mode": ["RGB"]},
     ],
 )
-def test_an_argument_of_another_type_is_refused_at_the_door(arguments):
+def test_bad_type_is_refused_at_once(arguments):
+    """An argument of another type is refused when the loader is made."""
     with pytest.raises((TypeError, ValueError)):
         ImageLoader(**arguments)
 
@@ -221,7 +244,8 @@ def test_all_but_size_are_keywords():
         ImageLoader(8, "center")
 
 
-def test_its_repr_makes_the_same_loader_again():
+def test_repr_makes_the_same_loader():
+    """The repr of a loader makes the same loader."""
     loader = ImageLoader((8, 9), crop="random", scale=(0.5, 1), mode="L", max_pixels=None)
     again = eval(repr(loader), {"ImageLoader": ImageLoader})
     assert vars(again) == vars(loader)
@@ -233,7 +257,8 @@ def test_its_repr_makes_the_same_loader_again():
 @pytest.mark.parametrize(
     "clone", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
 )
-def test_a_copy_of_a_loader_does_the_same(clone):
+def test_copied_loader_decodes_the_same(clone):
+    """A copied or pickled loader decodes the same pixels."""
     loader = ImageLoader(30, crop="center", mode="unchanged")
     loader.decode(small("png rgba"))
     copied = clone(loader)
@@ -250,7 +275,8 @@ def digest_of(loader, data):
     return digest(loader.decode(data))
 
 
-def test_another_process_gives_the_same_pixels():
+@pytest.mark.exhaustive
+def test_another_process_decodes_the_same():
     loader = ImageLoader(30)
     files = [small(name) for name in ONE_OF_EACH.values()]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
@@ -258,7 +284,8 @@ def test_another_process_gives_the_same_pixels():
     assert found == [digest_of(loader, data) for data in files]
 
 
-def test_threads_that_share_a_loader_get_the_pixels_of_one():
+def test_threads_may_share_a_loader():
+    """Threads that share a loader get the pixels that one thread gets."""
     loader = ImageLoader((33, 47), mode="unchanged")
     names = list(FORMATS)
     expected = {name: digest(loader.decode(small(name))) for name in names}
@@ -276,7 +303,8 @@ def test_threads_that_share_a_loader_get_the_pixels_of_one():
 
 
 @pytest.mark.parametrize("loader", [ImageLoader(mode="unchanged"), ImageLoader((33, 47))])
-def test_the_order_of_images_does_not_change_their_pixels(loader):
+def test_order_does_not_change_pixels(loader):
+    """The pixels of an image do not depend on those decoded before it."""
     # Decoders are used again: each file must find them as if they were new.
     files = {(name, size): encoded(name, *size) for name in FORMATS for size in (SIZE, (32, 48))}
 
@@ -293,8 +321,9 @@ def test_the_order_of_images_does_not_change_their_pixels(loader):
         previous = key
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_after_an_error_the_next_image_is_right(name):
+@pytest.mark.parametrize("name", tiered())
+def test_decoder_recovers_after_an_error(name):
+    """After a damaged file the next image is decoded correctly."""
     data = small(name)
     expected = ImageLoader().decode(data)
     for bad in (data[: len(data) // 2], data[:40], data[:30] + bytes(len(data)), b"nothing"):
@@ -302,7 +331,8 @@ def test_after_an_error_the_next_image_is_right(name):
         assert torch.equal(ImageLoader().decode(data), expected)
 
 
-def test_a_dataset_loads_its_images_with_it(tmp_path):
+def test_dataset_loads_images_in_workers(tmp_path):
+    """A dataset loads images in worker threads."""
     names = list(ONE_OF_EACH)
     for name in names:
         (tmp_path / name).write_bytes(small(ONE_OF_EACH[name]))
@@ -329,17 +359,20 @@ def test_an_empty_file_says_so():
 @pytest.mark.parametrize(
     "data", [bytes(1), bytes(10_000), b"text, but named .jpg", b"\xff", b"BMX"]
 )
-def test_what_is_no_image_says_how_it_begins(data):
+def test_unknown_format_error_shows_first_bytes(data):
+    """The error for an unknown format shows the first bytes."""
     assert "no JPEG, PNG, WebP, GIF, BMP or TIFF" in reason(data) or data.startswith(b"BM")
     assert outcome(data) is None
 
 
-def test_an_error_without_a_path_names_the_image():
+def test_error_without_path_names_image():
+    """An error without a path says "the image"."""
     with pytest.raises(ImageError, match=r"^cannot decode image: it is empty\.$"):
         ImageLoader().decode(b"")
 
 
-def test_an_error_names_the_path_of_its_file(tmp_path):
+def test_error_names_the_path(tmp_path):
+    """An error names the path of its file."""
     path = tmp_path / "cat.jpg"
     path.write_bytes(small("jpeg 4:2:0")[:500])
     with pytest.raises(ImageError) as caught:
@@ -349,7 +382,8 @@ def test_an_error_names_the_path_of_its_file(tmp_path):
     )
 
 
-def test_an_image_error_is_a_value_error_and_pickles():
+def test_image_error_is_picklable_value_error():
+    """An ImageError is a ValueError, and pickles."""
     with pytest.raises(ImageError) as caught:
         ImageLoader().decode(b"")
     assert isinstance(caught.value, ValueError)
@@ -361,8 +395,9 @@ def test_an_image_error_is_a_value_error_and_pickles():
 # -- truncated -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_truncated_file_is_an_error_or_the_whole_image(name):
+@pytest.mark.parametrize("name", tiered())
+def test_truncated_file_is_never_half_decoded(name):
+    """A truncated file is an error, or the whole image if only padding is missing."""
     data = small(name)
     expected = ImageLoader().decode(data)
     ends = {*range(min(len(data), 80)), *range(len(data) - 20, len(data))}
@@ -375,17 +410,19 @@ def test_a_truncated_file_is_an_error_or_the_whole_image(name):
 @pytest.mark.parametrize(
     # A progressive one is a whole image after its first scan.
     "name",
-    [name for name in FORMATS if name.startswith("jpeg") and "progressive" not in name],
+    tiered(name for name in FORMATS if name.startswith("jpeg") and "progressive" not in name),
 )
-def test_a_jpeg_that_lacks_its_last_rows_is_an_error_even_if_it_has_an_end(name):
+def test_jpeg_without_last_rows_is_refused(name):
+    """A JPEG that lacks its last rows is an error even if it has an end marker."""
     data = small(name)
     for percent in (50, 65, 80):
         cut = data[: len(data) * percent // 100].rstrip(b"\xff") + b"\xff\xd9"
         assert outcome(cut) is None, percent
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("jpeg")])
-def test_a_jpeg_without_its_pixels_is_an_error(name):
+@pytest.mark.parametrize("name", tiered(name for name in FORMATS if name.startswith("jpeg")))
+def test_jpeg_without_pixels_is_refused(name):
+    """A JPEG that has a header and no pixels is an error."""
     data = small(name)
     start = data.index(b"\xff\xda")
     assert outcome(data[:start] + b"\xff\xd9") is None
@@ -399,7 +436,8 @@ def without_segments(jpeg, marker):
 
 
 @pytest.mark.parametrize("name", ["jpeg 4:2:0", "jpeg grey", "jpeg cmyk", "jpeg progressive"])
-def test_a_jpeg_does_not_borrow_the_tables_of_the_one_before(name):
+def test_jpeg_tables_are_not_reused(name):
+    """A JPEG without tables does not use those of the one before."""
     data = small(name)
     for marker in (0xDB, 0xC4):
         without = without_segments(data, marker)
@@ -410,12 +448,14 @@ def test_a_jpeg_does_not_borrow_the_tables_of_the_one_before(name):
 
 
 @pytest.mark.parametrize("name", ["jpeg 4:2:0", "jpeg grey", "jpeg cmyk", "jpeg progressive"])
-def test_a_jpeg_without_quantization_tables_is_an_error(name):
+def test_jpeg_without_quantization_is_refused(name):
+    """A JPEG without quantization tables is an error."""
     assert outcome(without_segments(small(name), 0xDB)) is None
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("gif")])
-def test_a_gif_that_lacks_rows_is_an_error_even_if_it_has_an_end(name):
+@pytest.mark.parametrize("name", tiered(name for name in FORMATS if name.startswith("gif")))
+def test_gif_without_last_rows_is_refused(name):
+    """A GIF that lacks rows is an error even if it has an end."""
     # Its first block of pixels alone, and the end.
     data = small(name)
     position = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
@@ -431,7 +471,8 @@ def test_a_gif_that_lacks_rows_is_an_error_even_if_it_has_an_end(name):
     assert outcome(cut) is None
 
 
-def test_a_png_without_pixels_is_an_error():
+def test_png_without_pixels_is_refused():
+    """A PNG that has a header and no pixels is an error."""
     for name in (name for name in FORMATS if name.startswith("png")):
         data = small(name)
         chunks = [data[start:end] for chunk, start, end in png_chunks(data) if chunk != b"IDAT"]
@@ -439,7 +480,8 @@ def test_a_png_without_pixels_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["webp lossless", "webp lossless alpha"])
-def test_a_webp_that_lacks_pixels_is_an_error_even_if_its_length_is_right(name):
+def test_webp_without_pixels_is_refused(name):
+    """A WebP that lacks pixels is an error even if its length is right."""
     # In a lossy one, FFmpeg's decoder does not notice.
     data = small(name)
     # The last chunk is that of the pixels.
@@ -458,7 +500,8 @@ def test_a_webp_that_lacks_pixels_is_an_error_even_if_its_length_is_right(name):
 # -- damaged ---------------------------------------------------------------------------------------
 
 
-def test_a_png_with_a_wrong_checksum_is_an_error():
+def test_png_with_wrong_checksum_is_refused():
+    """A PNG with a wrong checksum is an error."""
     for name in (name for name in FORMATS if name.startswith("png")):
         data = small(name)
         for chunk, _, end in png_chunks(data):
@@ -468,7 +511,8 @@ def test_a_png_with_a_wrong_checksum_is_an_error():
                 assert outcome(bytes(damaged)) is None, (name, chunk)
 
 
-def test_a_png_with_damaged_pixels_is_an_error():
+def test_png_with_damaged_pixels_is_refused():
+    """A PNG whose compressed pixels are damaged is an error."""
     for name in (name for name in FORMATS if name.startswith("png")):
         data = bytearray(small(name))
         (start,) = [start for chunk, start, _ in png_chunks(bytes(data)) if chunk == b"IDAT"][:1]
@@ -477,7 +521,8 @@ def test_a_png_with_damaged_pixels_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["tiff lzw", "tiff deflate"])
-def test_a_tiff_with_damaged_pixels_is_an_error(name):
+def test_tiff_with_damaged_pixels_is_refused(name):
+    """A TIFF whose compressed pixels are damaged is an error."""
     data = bytearray(small(name))
     middle = len(data) // 2
     data[middle : middle + 200] = b"\xff" * 200
@@ -532,7 +577,7 @@ def claims():
 
 
 def attack_with_claims():
-    """Runs in a process of its own, whose memory nobody else uses."""
+    """Run in its own process, to measure its memory."""
     import resource  # noqa: PLC0415
     import time  # noqa: PLC0415
 
@@ -552,7 +597,8 @@ def attack_with_claims():
             assert growth_bytes < 60e6, (name, loader, growth_bytes)
 
 
-def test_a_few_bytes_that_claim_to_be_gigabytes_cost_neither_time_nor_memory():
+def test_decompression_bombs_cost_nothing():
+    """A few bytes that claim to be gigabytes cost neither time nor memory."""
     program = "from tests.test_image_files import attack_with_claims; attack_with_claims()"
     finished = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program],
@@ -566,15 +612,17 @@ def test_a_few_bytes_that_claim_to_be_gigabytes_cost_neither_time_nor_memory():
 
 
 @pytest.mark.parametrize("name", ["jpeg", "png", "gif", "bmp", "tiff"])
-def test_a_claim_that_is_too_large_names_its_size_and_the_limit(name):
+def test_too_large_error_names_the_limit(name):
+    """The error for an image that is too large names its size and the limit."""
     text = reason(claims()[name])
     if name == "bmp":
         return  # That its bytes are missing is known before.
     assert "60,000×60,000 pixels, more than max_pixels=178,956,970. Set max_pixels" in text
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_max_pixels_is_the_largest_image_that_is_decoded(name):
+@pytest.mark.parametrize("name", tiered())
+def test_max_pixels_is_inclusive(name):
+    """An image of max_pixels is decoded, and one of a pixel more is refused."""
     data = small(name)
     whole = ImageLoader().decode(data)
     num_pixels = whole.shape[1] * whole.shape[2]
@@ -585,11 +633,13 @@ def test_max_pixels_is_the_largest_image_that_is_decoded(name):
 
 
 @pytest.mark.parametrize("size", [5, (5, 5)])
-def test_max_pixels_holds_for_the_file_whatever_becomes_of_it(size):
+def test_max_pixels_counts_the_whole_file(size):
+    """max_pixels counts the pixels of the file, whatever its size is made."""
     assert "max_pixels=2,000" in reason(small("jpeg 4:2:0"), size=size, max_pixels=2000)
 
 
-def test_max_pixels_holds_for_a_narrow_image_made_wide():
+def test_max_pixels_counts_the_result_too():
+    """max_pixels holds for a narrow image that is resized to a wide one."""
     data = encoded("png rgb", 1, 500)
     text = reason(data, size=50, max_pixels=1000)
     assert "500×1 pixels would become 25,000×50, more than max_pixels=1,000" in text
@@ -600,7 +650,8 @@ def test_max_pixels_holds_for_a_narrow_image_made_wide():
     ("shape", "size"),
     [((1, 500), 224), ((500, 1), 224), ((1, 3000), (4000, 1)), ((40, 56), (1, 70_000))],
 )
-def test_a_size_that_ffmpeg_cannot_resize_to_is_an_image_error(shape, size):
+def test_impossible_resize_is_an_image_error(shape, size):
+    """A size that FFmpeg cannot resize to is an ImageError."""
     for name in ("png rgb", "jpeg 4:2:0"):
         image = outcome(encoded(name, *shape), ImageLoader(size))
         assert image is None or image.numel() > 0
@@ -620,24 +671,28 @@ def test_no_limit_is_no_limit():
 @pytest.mark.parametrize(
     "arguments", [{}, {"size": 8}, {"reducing_gap": None, "size": 8}, {"mode": "L"}]
 )
-def test_a_jpeg_of_12_bits_says_what_it_is(arguments):
+def test_twelve_bit_jpeg_is_named(arguments):
+    """The error for a JPEG of 12 bits says what it is."""
     text = reason((FILES / "12_bits.jpg").read_bytes(), **arguments)
     assert text == "it is a JPEG of 12 bits, and FFmpeg decodes those of 8 bits alone."
 
 
-def test_an_arithmetic_jpeg_is_of_a_kind_that_ffmpeg_cannot_decode():
+def test_arithmetic_jpeg_is_refused():
+    """An arithmetic JPEG is of a kind that FFmpeg cannot decode."""
     text = reason((FILES / "arithmetic.jpg").read_bytes())
     assert text == "it is a JPEG that is damaged, or of a kind that FFmpeg cannot decode."
 
 
 @pytest.mark.parametrize("arguments", [{}, {"size": 8}])
-def test_a_tiff_with_jpeg_inside_says_what_it_is(arguments):
+def test_jpeg_in_tiff_is_named(arguments):
+    """The error for a TIFF with JPEG compression says what it is."""
     data = save(picture(*SIZE), "TIFF", compression="jpeg")
     assert reason(data, **arguments) == "it is a TIFF with JPEG inside, which FFmpeg cannot decode."
 
 
 @pytest.mark.parametrize("options", [{}, {"lossless": True}])
-def test_an_animated_webp_is_a_clear_error(options):
+def test_animated_webp_is_named(options):
+    """The error for an animated WebP says what it is."""
     frames = [PIL.Image.fromarray(picture(*SIZE, seed=seed)) for seed in range(3)]
     data = save(frames[0], "WEBP", save_all=True, append_images=frames[1:], **options)
     text = reason(data)
@@ -647,15 +702,17 @@ def test_an_animated_webp_is_a_clear_error(options):
 # -- what does not matter to the pixels ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_is_behind_the_end_does_not_matter(name):
+@pytest.mark.parametrize("name", tiered())
+def test_bytes_after_the_end_are_ignored(name):
+    """Bytes after the end of an image are ignored."""
     data = small(name)
     expected = ImageLoader().decode(data)
     for junk in [b"\0", b"\n", b"junk", bytes(1000), b"\xff\xd8\xff\xe0 and so on"]:
         assert torch.equal(ImageLoader().decode(data + junk), expected), junk
 
 
-def test_a_second_image_behind_the_first_does_not_matter():
+def test_second_image_in_file_is_ignored():
+    """A second image after the first is ignored."""
     for name in ONE_OF_EACH.values():
         for other in ONE_OF_EACH.values():
             found = ImageLoader().decode(small(name) + small(other))
@@ -697,7 +754,8 @@ GARBAGE_SEGMENTS = [
 
 @pytest.mark.parametrize("orientation", [False, True])
 @pytest.mark.parametrize("name", ["jpeg 4:2:0", "jpeg 4:4:4", "jpeg progressive", "jpeg grey"])
-def test_garbage_in_the_metadata_of_a_jpeg_does_not_matter(name, orientation):
+def test_jpeg_with_bad_metadata_is_decoded(name, orientation):
+    """Garbage in the metadata of a JPEG changes no pixel."""
     data = small(name)
     jfif_end = 4 + int.from_bytes(data[4:6], "big")
     for size in (None, 9):
@@ -737,7 +795,8 @@ GARBAGE_CHUNKS = [
 
 @pytest.mark.parametrize("orientation", [False, True])
 @pytest.mark.parametrize("name", ["png rgb", "png rgba 16", "png palette 4 alpha", "png grey 1"])
-def test_garbage_in_the_metadata_of_a_png_does_not_matter(name, orientation):
+def test_png_with_bad_metadata_is_decoded(name, orientation):
+    """Garbage in the metadata of a PNG changes no pixel."""
     data = small(name)
     loader = ImageLoader(apply_exif_orientation=orientation)
     expected = loader.decode(data)
@@ -748,7 +807,8 @@ def test_garbage_in_the_metadata_of_a_png_does_not_matter(name, orientation):
             assert torch.equal(loader.decode(damaged), expected), (chunk, position)
 
 
-def test_garbage_in_the_metadata_of_a_webp_does_not_matter():
+def test_webp_with_bad_metadata_is_decoded():
+    """Garbage in the metadata of a WebP changes no pixel."""
     pixels = PIL.Image.fromarray(picture(*SIZE))
     plain = save(pixels, "WEBP", lossless=True)
     damaged = save(pixels, "WEBP", lossless=True, exif=GARBAGE, icc_profile=GARBAGE, xmp=GARBAGE)
@@ -757,7 +817,8 @@ def test_garbage_in_the_metadata_of_a_webp_does_not_matter():
         assert torch.equal(loader.decode(damaged), loader.decode(plain))
 
 
-def test_garbage_in_the_metadata_of_a_tiff_does_not_matter():
+def test_tiff_with_bad_metadata_is_decoded():
+    """Garbage in the metadata of a TIFF changes no pixel."""
     pixels = picture(*SIZE)
     plain = tiff([pixels.tobytes()], SIZE, [8] * 3)
     more_tags = {
@@ -774,7 +835,8 @@ def test_garbage_in_the_metadata_of_a_tiff_does_not_matter():
         assert torch.equal(loader.decode(damaged), loader.decode(plain))
 
 
-def test_real_metadata_does_not_matter():
+def test_real_metadata_changes_no_pixel():
+    """Valid metadata changes no pixel."""
     pixels = PIL.Image.fromarray(picture(*SIZE))
     exif = PIL.Image.Exif()
     exif[0x010E] = "a description"
@@ -796,7 +858,8 @@ def test_real_metadata_does_not_matter():
             assert torch.equal(loader.decode(adorned), loader.decode(plain)), format_name
 
 
-def test_a_warning_of_pils_reaches_nobody():
+def test_warnings_of_pil_are_silenced():
+    """A warning of PIL is not shown to the user."""
     # Its reader of EXIF warns of damaged entries, and of images above half its own limit.
     exif = EXIF + b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff\xff\x7f\xff\xff\xff\x7f\0\0\0\0"
     data = small("jpeg 4:2:0")
@@ -807,7 +870,8 @@ def test_a_warning_of_pils_reaches_nobody():
     assert loader.decode(large).shape == (3, 8, 8)
 
 
-def test_the_same_file_gives_the_same_pixels_each_time():
+def test_decoding_is_deterministic():
+    """The same file has the same pixels each time."""
     for name in FORMATS:
         data = small(name)
         first = ImageLoader((33, 29)).decode(data)

@@ -87,20 +87,23 @@ def subset_of_subset(root, loader):
 
 
 @pytest.mark.parametrize("make", [folder, generic_folder, imagenet, subset_of_subset])
-def test_bytes_are_read_by_io_workers_and_decoded_by_cpu_workers(root, make):
+def test_folder_has_a_load_stage(root, make):
+    """IO workers read the bytes of an image folder, and CPU workers decode them."""
     loader = Watched(32)
     list(DataLoader(make(root, loader), batch_size=4, num_workers=2))
     assert set(loader.threads) == STAGED
 
 
-def test_a_folder_with_a_getitem_of_its_own_stays_one_stage(root):
+def test_own_getitem_stays_one_stage(root):
+    """A folder that overrides __getitem__ stays one stage."""
     loader = Watched(32)
     batches = list(DataLoader(WithPath(root / "train", loader=loader), num_workers=2))
     assert set(loader.threads) == FUSED
     assert batches[3][2] == (str(root / "train" / "n00000000" / "6.JPEG"),)
 
 
-def test_a_loader_with_a_call_of_its_own_stays_one_stage(root):
+def test_own_call_stays_one_stage(root):
+    """A loader that overrides __call__ stays one stage."""
     loader = WithTransform((32, 32))
     dataset = folder(root, loader)
     batches = list(DataLoader(dataset, batch_size=5, num_workers=2))
@@ -109,7 +112,8 @@ def test_a_loader_with_a_call_of_its_own_stays_one_stage(root):
 
 
 @pytest.mark.parametrize("make", [folder, imagenet, subset_of_subset])
-def test_the_batches_are_those_of_torchs_loader(root, make):
+def test_batches_equal_those_of_torch(root, make):
+    """A folder in two stages has the batches of torch's loader."""
     dataset = make(root, ImageLoader((32, 40)))
     ours = list(DataLoader(dataset, batch_size=4, num_workers=2))
     assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
@@ -128,20 +132,23 @@ def test_transforms_are_applied(root):
     assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
 
 
-def test_copies_of_the_dataset_are_staged_too(root):
+def test_dataset_copies_are_staged_too(root):
+    """With copy_dataset=True a folder has two stages too."""
     dataset = folder(root, ImageLoader((32, 40)))
     ours = list(DataLoader(dataset, batch_size=4, num_workers=2, copy_dataset=True))
     assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
 
 
-def test_a_process_pool_decodes_what_io_workers_read(root):
+def test_process_pool_decodes_read_bytes(root):
+    """A process pool decodes what IO workers read."""
     dataset = folder(root, ImageLoader((32, 40)))
     with ProcessPoolExecutor(1) as pool:
         ours = list(DataLoader(dataset, batch_size=4, num_workers=1, preprocess_executor=pool))
     assert_same(ours, list(TorchDataLoader(dataset, batch_size=4)))
 
 
-def test_a_damaged_file_is_an_error_at_its_batch_that_names_it(root):
+def test_damaged_file_raises_at_its_batch(root):
+    """A damaged file is an error at its batch that names the file."""
     path = root / "train" / "n00000000" / "4.JPEG"
     path.write_bytes(path.read_bytes()[:1000])
     iterator = iter(DataLoader(folder(root, ImageLoader((32, 40))), num_workers=2))

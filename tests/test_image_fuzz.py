@@ -15,13 +15,16 @@ import warnings
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 
 from spdl_torch import ImageError, ImageLoader
 
 from .images import FORMATS, encoded
+from .tiers import sampled
 
 NUM_MUTATIONS = int(os.environ.get("SPDL_TORCH_FUZZ_MUTATIONS", "4000"))
+"""In the exhaustive tier."""
 MAX_PIXELS = 2_000_000
 MAX_GROWTH_BYTES = 200e6
 """Some images of MAX_PIXELS in RGBA, and what the allocator keeps."""
@@ -185,20 +188,22 @@ def attack(first: int, num_mutations: int, journal: Path) -> None:
         sys.exit("\n".join(complaints))
 
 
-def test_a_damaged_file_gives_an_image_or_an_image_error_and_nothing_worse(tmp_path):
+@pytest.mark.parametrize("num_mutations", sampled([10 * len(FORMATS), NUM_MUTATIONS], 2))
+def test_damaged_files_crash_nothing(tmp_path, num_mutations):
+    """Each is decoded to an image or refused with an ImageError, quickly and in little memory."""
     journal = tmp_path / "journal"
     journal.write_text("an intact file")
     program = (
         "import sys; from pathlib import Path; from tests.test_image_fuzz import attack\n"
-        f"attack(0, {NUM_MUTATIONS}, Path({str(journal)!r}))"
+        f"attack(0, {num_mutations}, Path({str(journal)!r}))"
     )
-    # In a process of its own: a decoder that crashes shall not take the other tests with it.
+    # In its own process: a decoder that crashes must not end the other tests.
     finished = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=60 + NUM_MUTATIONS / 100,
+        timeout=60 + num_mutations / 100,
         check=False,
     )
     assert finished.returncode == 0, f"{journal.read_text()}: {finished.stderr[-5000:]}"

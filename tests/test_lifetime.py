@@ -358,6 +358,7 @@ def test_close_wakes_a_consumer_that_waits():
 @pytest.mark.usefixtures("ctrl_c_interrupts_once")
 def test_ctrl_c_closes_the_iterator():
     """After Ctrl-C in next() the iterator is closed, and the saved state is still exact."""
+
     class InterruptsTheConsumer(Gated):
         def __getitem__(self, index):
             if index == self.gated_index:

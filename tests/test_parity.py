@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 from spdl_torch import DataLoader
 
 from .datasets import InBulk, Named, OwnIterator, Pairs, Sharded, Squares, Uneven
+from .tiers import pairwise
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -88,10 +89,11 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize(
-    "dataset", [Squares(20), Pairs(20), Named(20), Points(20), list(range(20))]
+    ("dataset", "name", "num_workers"),
+    pairwise(
+        [Squares(20), Pairs(20), Named(20), Points(20), list(range(20))], ARGUMENTS, [0, 1, 2, 5]
+    ),
 )
 def test_batches_and_random_state_equal_torchs(dataset, name, num_workers):
     def arguments():
@@ -104,12 +106,16 @@ def test_batches_and_random_state_equal_torchs(dataset, name, num_workers):
     assert torch.equal(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"batch_size": 3}, {"batch_size": None}])
-@pytest.mark.parametrize("extra", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}])
 @pytest.mark.parametrize(
-    "dataset", [Sharded(20), Uneven([0, 4, 9]), Uneven([7, 1, 0]), OwnIterator(5)]
+    ("dataset", "arguments", "extra"),
+    pairwise(
+        [Sharded(20), Uneven([0, 4, 9]), Uneven([7, 1, 0]), OwnIterator(5)],
+        [{}, {"batch_size": 3}, {"batch_size": None}],
+        [{}, {"persistent_workers": True}, {"prefetch_factor": 1}],
+    ),
 )
-def test_iterable_batches_equal_those_of_torchs_worker_processes(dataset, arguments, extra):
+def test_iterable_batches_equal_torchs(dataset, arguments, extra):
+    """An iterable dataset has the batches of torch's worker processes."""
     arguments = {"num_workers": 3, **arguments, **extra}
     ours = epochs(DataLoader, dataset, **arguments)
     with pytest.warns(UserWarning, match="worker processes in total"):
@@ -118,7 +124,8 @@ def test_iterable_batches_equal_those_of_torchs_worker_processes(dataset, argume
     assert torch.equal(ours[1], theirs[1])
 
 
-def test_drop_last_drops_each_workers_incomplete_batch():
+def test_drop_last_applies_to_each_worker():
+    """drop_last drops the incomplete batch of each worker."""
     loader = DataLoader(Uneven([4, 7]), batch_size=3, num_workers=2, drop_last=True)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [100, 101, 102], [103, 104, 105]]
 
@@ -135,7 +142,8 @@ def test_whole_batches_go_through_getitems(wrap):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_datapipes_are_shuffled_and_sharded_as_in_torchs_worker_processes(num_workers):
+def test_datapipes_equal_torchs(num_workers):
+    """Datapipes are shuffled and sharded as in torch's worker processes."""
     from torch.utils.data.datapipes.iter import IterableWrapper  # noqa: PLC0415 (warns on import)
 
     def results(cls):
@@ -147,13 +155,15 @@ def test_datapipes_are_shuffled_and_sharded_as_in_torchs_worker_processes(num_wo
     assert torch.equal(ours[1], theirs[1])
 
 
-def test_out_of_order_gives_the_same_batches_in_another_order():
+def test_in_order_false_keeps_the_batches():
+    """in_order=False returns the same batches in another order."""
     loader = DataLoader(Squares(50), batch_size=3, num_workers=4, in_order=False)
     expected = [batch.tolist() for batch in torch.utils.data.DataLoader(Squares(50), batch_size=3)]
     assert sorted(batch.tolist() for batch in loader) == expected
 
 
-def test_worker_processes_on_request_give_the_same_batches():
+def test_worker_processes_equal_torchs():
+    """worker_method="multiprocessing" returns the same batches."""
     loader = DataLoader(Pairs(20), batch_size=3, num_workers=2, worker_method="multiprocessing")
     assert_same(list(loader), list(torch.utils.data.DataLoader(Pairs(20), batch_size=3)))
 
@@ -167,7 +177,8 @@ def test_length_is_torchs():
         len(DataLoader(Uneven([1]), num_workers=2))
 
 
-def test_an_iterable_longer_than_its_length_warns_as_torchs_does():
+def test_too_long_iterable_warns_as_torchs():
+    """An iterable dataset that is longer than its length warns as in torch."""
     loader = DataLoader(Sharded(6), num_workers=2)
     len(loader)
     list(loader)  # Exactly its length: no warning.
@@ -198,7 +209,7 @@ class DrawsAsItGoes:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_sampler_and_a_training_loop_may_draw_from_the_same_generator(batch_size):
+def test_sampler_and_loop_share_a_generator(batch_size):
     """The sampler is advanced by one batch for each that is delivered, whatever workers do."""
 
     def train(cls):

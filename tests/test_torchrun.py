@@ -28,8 +28,10 @@ STEPS_BETWEEN_CHECKPOINTS = 10
 TIMEOUT_SECONDS = 90
 """For each wait: torch takes seconds to import in each process, and the cores may be busy."""
 
-# The first test has the fixture's waits on its account.
-pytestmark = pytest.mark.timeout(6 * TIMEOUT_SECONDS)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(6 * TIMEOUT_SECONDS),  # The fixture's waits count for the first test.
+]
 
 
 class Run:
@@ -76,7 +78,7 @@ class Run:
             self.lines.append(json.loads(text))
 
     def processes(self) -> dict[int, bytes]:
-        """The environments of all that were started for it, whoever their parent is by now."""
+        """Return the environments of all processes of this run, by id."""
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # It has ended meanwhile, or is not ours to read.
@@ -192,7 +194,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield Runs(two, three, two_again, alone, first_checkpoint)
 
 
-def test_a_killed_run_has_its_last_checkpoint_from_the_middle_of_an_epoch(runs):
+def test_killed_run_leaves_a_checkpoint(runs):
+    """A killed run has its last checkpoint from the middle of an epoch."""
     for run, step in ((runs.two, 10), (runs.three, 20)):
         assert (run.checkpoint["epoch"], run.checkpoint["step"]) == (0, step)
         # Or nothing would have to be done again.
@@ -200,14 +203,16 @@ def test_a_killed_run_has_its_last_checkpoint_from_the_middle_of_an_epoch(runs):
         assert {line["epoch"] for line in run.lines} == {0}
 
 
-def test_two_ranks_then_three_then_two_train_on_each_sample_once(runs):
+def test_resume_with_two_three_two_ranks(runs):
+    """Two ranks, then three, then two train on each sample once."""
     trained = Counter(runs.two.indices(0) + runs.three.indices(0) + runs.two_again.indices(0))
     assert set(trained.values()) == {1}
     # Of the odd number that is left for two ranks, one is dropped.
     assert len(trained) == SIZE - 1
 
 
-def test_two_ranks_then_three_then_one_train_on_each_sample_once(runs):
+def test_resume_with_two_three_one_ranks(runs):
+    """Two ranks, then three, then one train on each sample once."""
     trained = Counter(runs.two.indices(0) + runs.three.indices(0) + runs.alone.indices(0))
     assert trained == Counter(range(SIZE))
 
@@ -218,14 +223,16 @@ def test_the_epoch_after_is_whole_again(runs):
     assert len(trained) == SIZE - 1
 
 
-def test_all_ranks_end_with_the_same_parameters(runs):
+def test_ranks_end_with_equal_parameters(runs):
+    """All ranks end with the same parameters."""
     text = runs.two_again.output.read_text()
     checksums = dict(re.findall(r"rank (\d) ended with parameters of checksum (\w{8})", text))
     assert sorted(checksums) == ["0", "1"]
     assert len(set(checksums.values())) == 1
 
 
-def test_the_model_and_the_optimizer_go_on_too(runs):
+def test_model_and_optimizer_are_restored(runs):
+    """The model and the optimizer resume from the checkpoint too."""
     first_loss = runs.two.lines[0]["loss"]
     for run in (runs.three, runs.two_again, runs.alone):
         first_line = min(run.lines, key=lambda line: line["step"])
@@ -234,11 +241,13 @@ def test_the_model_and_the_optimizer_go_on_too(runs):
         assert adam["step"] == run.checkpoint["step"]
 
 
-def test_a_checkpoint_is_replaced_and_not_written_over(runs):
+def test_checkpoint_is_replaced_atomically(runs):
+    """A checkpoint is replaced by another file, not written over."""
     assert torch.load(runs.first_checkpoint)["step"] == runs.two.checkpoint["step"]
 
 
-def test_a_thread_of_ours_that_the_exit_leaves_is_told_from_those_of_gloo():
+def test_own_thread_at_exit_is_detected():
+    """A thread of ours that is left at exit is told from those of gloo."""
     program = (
         "import threading, time\n"
         "sleep = threading.Thread(target=time.sleep, args=[60], name='spdl_torch-x', daemon=True)\n"

@@ -23,7 +23,7 @@ from torchvision.tv_tensors import Image
 import spdl_torch
 from spdl_torch import DataLoader
 
-from .datasets import Raising, Sharded, Squares, Staged, StagedAsync
+from .datasets import Raising, Sharded, Squares, Staged, StagedAsync, Uneven
 from .test_parity import assert_same
 
 
@@ -97,7 +97,7 @@ class Movable:
 
 
 class MovesItself(Movable):
-    """Gives nothing back."""
+    """Its to() returns nothing."""
 
     def to(self, device, **_):
         self.tensor = self.tensor.to(device)
@@ -182,7 +182,8 @@ def only_sample(samples):
 
 
 @pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES.keys())
-def test_every_structure_arrives_as_it_was_with_its_tensors_on_the_device(make):
+def test_structures_arrive_on_the_device(make):
+    """A batch of any structure keeps its types, and its tensors are on the device."""
     batch = make()
     expected, num_tensors = skeleton(batch), len(devices(batch))
     (arrived,) = DataLoader([batch], num_workers=1, collate_fn=only_sample, device="meta")
@@ -193,13 +194,15 @@ def test_every_structure_arrives_as_it_was_with_its_tensors_on_the_device(make):
 
 @pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES.keys())
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_on_the_cpu_a_batch_is_the_object_that_was_collated(make, num_workers):
+def test_cpu_batch_is_the_collated_object(make, num_workers):
+    """With device="cpu" a batch is not copied."""
     batch = make()
     (arrived,) = DataLoader([batch], num_workers=num_workers, collate_fn=only_sample, device="cpu")
     assert arrived is batch
 
 
-def test_what_a_batch_had_besides_its_items_is_kept():
+def test_containers_keep_their_attributes():
+    """A moved container keeps what it has besides its items."""
     named = Named(a=image())
     named.name = "changed"
     assert spdl_torch.transfer(named, "meta").name == "changed"
@@ -240,7 +243,8 @@ class KeywordsOnly(ReadOnly):
         super().__init__(items)
 
 
-def test_containers_with_a_will_of_their_own_are_moved_too():
+def test_unusual_containers_are_moved_too():
+    """Containers with unusual constructors or without assignment are moved too."""
     spread = spdl_torch.transfer(Spread(image(), 3), "meta")
     assert type(spread) is Spread
     assert devices(spread[0]) == ["meta"]
@@ -259,19 +263,23 @@ def test_containers_with_a_will_of_their_own_are_moved_too():
     assert spdl_torch.transfer([text], "meta")[0] is text
 
 
-def test_the_batch_itself_is_left_as_it_was():
+def test_original_batch_is_unchanged():
+    """A transfer returns a new batch and leaves the original on its device."""
     batch = {"a": [image()], "b": Labelled(image())}
     spdl_torch.transfer(batch, "meta")
     assert devices(batch) == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_what_is_there_already_is_left_alone(device):
+def test_batch_on_the_device_is_returned(device):
+    """A batch that is on the device already is returned as it is."""
     batch = {"a": [image().to(device)], "b": Pair(3, image().to(device)), "c": "x"}
     assert spdl_torch.transfer(batch, device) is batch
 
 
-def test_a_key_or_an_attribute_that_is_called_to_means_nothing():
+def test_key_named_to_is_no_method():
+    """A key, or a class, that has `to` is not moved by it."""
+
     class Attributes(dict):
         __getattr__ = dict.__getitem__
 
@@ -280,7 +288,8 @@ def test_a_key_or_an_attribute_that_is_called_to_means_nothing():
     assert spdl_torch.transfer([torch.Tensor, Movable], "meta") == [torch.Tensor, Movable]
 
 
-def test_long_lists_of_numbers_are_not_copied():
+def test_lists_of_numbers_are_not_copied():
+    """A list that holds only numbers is the same object after a transfer."""
     tokens = list(range(1000))
     assert spdl_torch.transfer({"tokens": tokens, "image": image()}, "meta")["tokens"] is tokens
 
@@ -301,7 +310,8 @@ def test_every_batch_of_every_dataset_arrives(dataset, in_order, num_workers):
 
 @pytest.mark.parametrize("dataset", [Squares(9), Sharded(9)], ids=["map", "iterable"])
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 2}, {"num_workers": 2, "shuffle": True}])
-def test_a_loader_for_the_cpu_is_a_loader_without_a_device(dataset, arguments):
+def test_cpu_loader_equals_one_without_device(dataset, arguments):
+    """device="cpu" changes neither the batches nor their order."""
     if isinstance(dataset, Sharded):
         arguments = {name: value for name, value in arguments.items() if name != "shuffle"}
     torch.manual_seed(1)
@@ -310,7 +320,8 @@ def test_a_loader_for_the_cpu_is_a_loader_without_a_device(dataset, arguments):
     assert_same(list(DataLoader(dataset, batch_size=2, **arguments, device="cpu")), expected)
 
 
-def test_an_error_before_the_transfer_is_raised_at_its_batch():
+def test_sample_error_passes_the_transfer():
+    """An error in the dataset is raised at its batch, and the others arrive."""
     iterator = iter(DataLoader(Raising(8, 3, KeyError("bad")), num_workers=2, device="meta"))
     assert len([next(iterator) for _ in range(3)]) == 3
     with pytest.raises(KeyError, match="bad"):
@@ -318,18 +329,15 @@ def test_an_error_before_the_transfer_is_raised_at_its_batch():
     assert len(list(iterator)) == 4
 
 
-def test_workers_that_run_out_early_do_not_hold_up_the_others():
-    class Uneven(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            is_last = torch.utils.data.get_worker_info().id == 3
-            return iter(range(12 if is_last else 0))
-
+def test_exhausted_workers_do_not_block_others():
+    """A transfer continues when some workers of an iterable dataset have no samples."""
     for in_order in (True, False):
-        loader = DataLoader(Uneven(), num_workers=4, device="meta", in_order=in_order)
+        loader = DataLoader(Uneven([0, 0, 0, 12]), num_workers=4, device="meta", in_order=in_order)
         assert len(list(loader)) == 12
 
 
-def test_the_transfer_has_a_thread_of_its_own_that_is_no_worker_of_torchs():
+def test_transfer_thread_is_no_worker():
+    """The transfer thread has no worker info and computes in one thread."""
     seen = []
 
     class Watching(Movable):
@@ -369,7 +377,8 @@ class Failing:
 
 
 @iterators()
-def test_stop_iteration_from_an_object_does_not_end_the_loop(workers):
+def test_stop_iteration_in_to_raises(workers):
+    """StopIteration raised by an object's to() does not end the training loop."""
     iterator = iter(DataLoader(range(5), collate_fn=Failing, device="meta", **workers))
     assert [next(iterator) for _ in range(2)] == [[0], [1]]
     with pytest.raises(RuntimeError, match=r"raised StopIteration\(\)"):
@@ -378,7 +387,8 @@ def test_stop_iteration_from_an_object_does_not_end_the_loop(workers):
 
 
 @iterators()
-def test_a_batch_that_could_not_be_moved_counts_as_delivered(workers):
+def test_failed_transfer_counts_as_delivered(workers):
+    """A resumed loader continues after the batch that could not be moved."""
     loader = DataLoader(range(5), collate_fn=Failing, device="meta", **workers)
     iterator = iter(loader)
     for _ in range(2):
@@ -391,7 +401,9 @@ def test_a_batch_that_could_not_be_moved_counts_as_delivered(workers):
     assert list(again) == [[3], [4]]
 
 
-def test_without_order_an_error_does_not_overtake_the_batches_of_its_worker():
+def test_error_keeps_its_place_without_order():
+    """With in_order=False an error comes after the earlier batches of its worker."""
+
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return self
@@ -454,7 +466,8 @@ def two_devices(monkeypatch):
 
 @pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize("device", ["xpu:2", "mtia", "hpu", "gpu", torch.device("xpu", 7)])
-def test_a_device_that_is_not_there_is_an_error_that_lists_what_is(device):
+def test_missing_device_error_lists_devices(device):
+    """A device that does not exist is a ValueError that lists those that do."""
     with pytest.raises(ValueError, match="There is: cpu, xpu:0, xpu:1") as caught:
         DataLoader(Squares(), device=device)
     assert repr(device) in str(caught.value)
@@ -464,13 +477,15 @@ def test_a_device_that_is_not_there_is_an_error_that_lists_what_is(device):
 
 @pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize("device", ["xpu", "xpu:0", torch.device("xpu:1"), "cpu", None])
-def test_a_device_that_is_there_is_taken_and_kept_as_it_was_given(device):
+def test_device_argument_is_kept_as_given(device):
+    """The loader has its device as an attribute, to be made again from its attributes."""
     loader = DataLoader(Squares(), device=device)
     assert loader.device is device
     names = set(inspect.signature(DataLoader).parameters)
-    assert "device" in names & set(vars(loader))  # For those who make the loader anew.
+    assert "device" in names & set(vars(loader))  # For frameworks that make the loader again.
 
 
-def test_what_is_no_device_is_a_type_error():
+def test_other_type_of_device_is_refused():
+    """A device argument of another type is a TypeError."""
     with pytest.raises(TypeError, match=r"must be a torch\.device or a string, got 2\.5"):
         DataLoader(Squares(), device=2.5)

@@ -1,4 +1,4 @@
-"""Batches arrive on a CUDA device with the right values, whoever is late, and nobody waits.
+"""Batches arrive on a CUDA device with the right values, in any order, and the host never waits.
 
 `torch.cuda._sleep` makes a stream late: a kernel that does nothing for so many cycles. It forces an
 order on the device as an `Event` does among threads, so long as the host has queued the rest before
@@ -186,7 +186,8 @@ class Nested(Squares):
 
 
 @with_and_without_workers
-def test_batches_of_any_structure_arrive_on_the_device(num_workers):
+def test_structures_arrive_on_the_device(num_workers):
+    """A batch of any structure has the right values on the device."""
     expected = list(DataLoader(Nested(), batch_size=4))
     loader = DataLoader(Nested(), batch_size=4, num_workers=num_workers, device="cuda")
     batches = list(loader)
@@ -198,20 +199,23 @@ def test_batches_of_any_structure_arrive_on_the_device(num_workers):
 
 
 @with_and_without_workers
-def test_memory_that_the_loop_has_yet_to_read_is_not_given_to_later_copies(num_workers, cycles):
+def test_late_loop_reads_its_own_memory(num_workers, cycles):
+    """A later copy does not overwrite what a late kernel of the loop has yet to read."""
     loader = DataLoader(Filled(), BATCH_SIZE, num_workers=num_workers, device="cuda")
     assert_sums_are_right(loader, late_cycles=cycles(SHORT_MS))
 
 
 @with_and_without_workers
-def test_the_loops_kernels_wait_for_a_late_copy(num_workers, cycles):
+def test_kernels_wait_for_a_late_copy(num_workers, cycles):
+    """A kernel of the loop does not read a tensor before its copy is done."""
     dataset = Late([cycles(SHORT_MS)] * NUM_SAMPLES)
     loader = DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, device="cuda")
     assert_sums_are_right(loader)
 
 
 @with_and_without_workers
-def test_a_pinned_buffer_is_not_written_to_before_its_copy_is_done(num_workers, cycles):
+def test_pinned_memory_waits_for_its_copy(num_workers, cycles):
+    """Pinned memory is not collated into again before the copy out of it is done."""
     # All copies come after one delay, so that no buffer may be used twice before it is over.
     dataset = Late([cycles(LONG_MS), *[0] * (NUM_SAMPLES - 1)])
     loader = DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, device="cuda")
@@ -219,25 +223,28 @@ def test_a_pinned_buffer_is_not_written_to_before_its_copy_is_done(num_workers, 
 
 
 @with_and_without_workers
-def test_a_loop_on_a_stream_of_its_own_may_be_late(num_workers, cycles):
+def test_late_loop_on_its_own_stream(num_workers, cycles):
+    """A loop that computes on its own stream may be late."""
     loader = DataLoader(Filled(), BATCH_SIZE, num_workers=num_workers, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_sums_are_right(loader, late_cycles=cycles(SHORT_MS))
 
 
 @with_and_without_workers
-def test_a_loop_on_a_stream_of_its_own_waits_for_a_late_copy(num_workers, cycles):
+def test_own_stream_waits_for_late_copy(num_workers, cycles):
+    """A loop that computes on its own stream waits for a late copy."""
     dataset = Late([cycles(SHORT_MS)] * NUM_SAMPLES)
     loader = DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_sums_are_right(loader)
 
 
-# -- nobody waits ---------------------------------------------------------------------------------
+# -- the host does not wait -----------------------------------------------------------------------
 
 
 @with_and_without_workers
-def test_copies_are_done_while_the_loops_kernels_run(num_workers, cycles):
+def test_copies_run_beside_kernels(num_workers, cycles):
+    """Copies are done while a kernel of the loop still runs."""
     loader = DataLoader(
         Marked(NUM_SAMPLES_AHEAD), BATCH_SIZE, num_workers=num_workers, device="cuda"
     )
@@ -254,7 +261,8 @@ def test_copies_are_done_while_the_loops_kernels_run(num_workers, cycles):
 
 
 @with_and_without_workers
-def test_the_host_does_not_wait_for_the_loops_kernels(num_workers, cycles):
+def test_host_does_not_wait_for_kernels(num_workers, cycles):
+    """The loop queues its steps while the device is still at the first one."""
     loader = DataLoader(
         Filled(NUM_SAMPLES_AHEAD), BATCH_SIZE, num_workers=num_workers, device="cuda"
     )
@@ -270,7 +278,8 @@ def test_the_host_does_not_wait_for_the_loops_kernels(num_workers, cycles):
 
 
 @with_and_without_workers
-def test_the_host_does_not_wait_for_a_late_copy(num_workers, cycles):
+def test_host_does_not_wait_for_copies(num_workers, cycles):
+    """The loop queues its steps while a copy is still running."""
     dataset = Late([cycles(LONG_MS), *[0] * (NUM_SAMPLES_AHEAD - 1)])
     loader = DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, device="cuda")
 
@@ -283,19 +292,11 @@ def test_the_host_does_not_wait_for_a_late_copy(num_workers, cycles):
     assert is_busy_after_queueing()
 
 
-class OneInPinnedMemory(Squares):
-    """Always the same tensor, which is pinned: loading takes no time, and copying does."""
-
-    def __init__(self, size):
-        super().__init__(size)
-        self.values = torch.zeros(64 * MIB, dtype=torch.uint8).pin_memory()
-
-    def __getitem__(self, index):
-        return self.values
-
-
-def test_an_epoch_takes_less_than_its_copies_and_its_kernels_one_after_the_other(cycles):
-    dataset = OneInPinnedMemory(8)
+def test_copies_and_kernels_overlap(cycles):
+    """An epoch takes less time than its copies and its kernels one after the other."""
+    # Always the same tensor, which is pinned: loading takes no time, and copying does.
+    values = torch.zeros(64 * MIB, dtype=torch.uint8).pin_memory()
+    dataset = [values] * 8
     # Persistent: starting threads is no part of an epoch.
     loader = DataLoader(
         dataset, batch_size=None, num_workers=1, persistent_workers=True, device="cuda"
@@ -303,7 +304,7 @@ def test_an_epoch_takes_less_than_its_copies_and_its_kernels_one_after_the_other
 
     def copy():
         for _ in range(len(dataset)):
-            dataset.values.to("cuda", non_blocking=True)
+            values.to("cuda", non_blocking=True)
 
     copy()
     copies_ms = elapsed_ms(copy)
@@ -324,7 +325,8 @@ def test_an_epoch_takes_less_than_its_copies_and_its_kernels_one_after_the_other
 
 @needs_two_devices
 @with_and_without_workers
-def test_two_loops_side_by_side_have_their_batches_on_two_devices(num_workers, cycles):
+def test_two_loops_on_two_devices(num_workers, cycles):
+    """Two loaders side by side deliver to two devices."""
     dataset = Late([cycles(SHORT_MS)] * NUM_SAMPLES)
     expected = dataset.renumber()
     first, second = (
@@ -346,7 +348,8 @@ def test_two_loops_side_by_side_have_their_batches_on_two_devices(num_workers, c
 
 @needs_two_devices
 @with_and_without_workers
-def test_a_device_without_an_index_is_the_current_one_where_the_loader_is_made(num_workers):
+def test_device_without_index_is_current(num_workers):
+    """A device without an index is the current one where the loader is made."""
     with torch.cuda.device(1):
         loader = DataLoader(Filled(4), num_workers=num_workers, device="cuda")
     with torch.cuda.device(0):
@@ -356,15 +359,6 @@ def test_a_device_without_an_index_is_the_current_one_where_the_loader_is_made(n
 
 
 # -- errors ---------------------------------------------------------------------------------------
-
-
-class Sized(Squares):
-    def __init__(self, num_bytes_of_samples):
-        super().__init__(len(num_bytes_of_samples))
-        self.num_bytes_of_samples = num_bytes_of_samples
-
-    def __getitem__(self, index):
-        return torch.ones(self.num_bytes_of_samples[index], dtype=torch.uint8)
 
 
 @contextlib.contextmanager
@@ -381,8 +375,10 @@ def at_most_so_many_more_bytes(num_bytes):
 
 
 @with_and_without_workers
-def test_when_memory_runs_out_torchs_error_is_raised_at_its_batch(num_workers):
-    loader = DataLoader(Sized([MIB, 256 * MIB, MIB]), num_workers=num_workers, device="cuda")
+def test_out_of_memory_at_its_batch(num_workers):
+    """When device memory runs out, torch's error is raised at its batch."""
+    samples = [torch.ones(size, dtype=torch.uint8) for size in (MIB, 256 * MIB, MIB)]
+    loader = DataLoader(samples, num_workers=num_workers, device="cuda")
     with at_most_so_many_more_bytes(64 * MIB):
         iterator = iter(loader)
         assert next(iterator).sum().item() == MIB
@@ -395,7 +391,8 @@ def test_when_memory_runs_out_torchs_error_is_raised_at_its_batch(num_workers):
 # -- one batch, without a loader ------------------------------------------------------------------
 
 
-def test_transfer_copies_a_batch_beside_the_kernels_that_are_queued(cycles):
+def test_transfer_runs_beside_queued_kernels(cycles):
+    """transfer() copies a batch while kernels are still queued."""
     host = {"name": "first", "values": torch.arange(NUM_VALUES).pin_memory()}
     transfer(host, "cuda")
     torch.cuda.synchronize()
@@ -408,6 +405,7 @@ def test_transfer_copies_a_batch_beside_the_kernels_that_are_queued(cycles):
     assert torch.equal(batch["values"].cpu(), host["values"])
 
 
-def test_transfer_leaves_a_batch_alone_that_is_on_the_device():
+def test_transfer_returns_batch_on_the_device():
+    """transfer() returns a batch that is on the device already."""
     batch = [torch.ones(3, device="cuda"), 7]
     assert transfer(batch, "cuda") is batch

@@ -1,41 +1,42 @@
-"""That nothing is read before it is there, nor overwritten before it has been read.
+"""The values that kernels of the training loop read on a device are those that were sent.
 
 The device is simulated (`tests/simulated.py`), with schedules at the edges of what a device may do.
-The values that the loop's kernels read tell whether the protocol holds. Each of these changes in
-`spdl_torch/_transfer` makes a test here fail:
+Each of these changes in `spdl_torch/_device`, and in the threads that call it, makes a test here
+fail:
 
-In `receive`:
+In `Transfer.receive`:
  1. no `wait_event`
  2. `wait_event` on the side stream instead of the loop's
- 3. `wait_event` after the batch was given away (deferred to the next `receive`)
+ 3. `wait_event` after the batch was returned (deferred to the next `receive`)
  4. no `record_stream`
  5. `record_stream` of the first tensor alone
  6. `record_stream` on the side stream instead of the loop's
  7. `record_stream` before `wait_event` (only the trace tells: no value depends on it)
- 8. the stream that was current when the iterator was made, instead of the one that is now
+ 8. the stream that was current at the first `receive`, instead of the one that is now
  9. the host waits for the copies (`copied.synchronize()`)
-10. no event behind the loop's steps
-11. the event behind a step is recorded after `wait_event`
+10. no event after the loop's steps
+11. the event after a step is recorded after `wait_event`
 
-In `send`:
+In `Transfer.send`:
 12. the event is recorded before the copies are started
 13. the event is recorded on the loop's stream instead of the side stream
 14. the event is not recorded
 15. copies on the loop's stream instead of the side stream
 16. copies that are not `non_blocking`
-17. buffers are given back before the copies are started, with the event of the batch before
-18. buffers are not given back at all
-19. no wait for the loop's queued steps
-20. a stream for every loader instead of one for the device
-21. objects with `to()` are moved without watching what they make
+17. no wait for the loop's queued steps
+18. a stream for every loader instead of one for the device
+19. objects with `to()` are moved without watching what they make
 
-In the ring:
-22. buffers are free at once, without asking the event
-23. a buffer that somebody else may refer to is used again
+In `Transfer.pin`:
+20. the default collate writes into memory that is not pinned
+21. the tensors of a user's collate function are not pinned
+22. objects that have `pin_memory()` are not pinned
+23. pinned memory is kept for the next batch, without asking whether it has been copied
+24. all pinned batches are kept, so that none of their memory is used again
 
 In the threads:
-24. the device is not chosen in the sending thread
-25. the device is not chosen in the workers that pin
+25. the device is not chosen in the sending thread
+26. the device is not chosen in the workers that pin
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ from .simulated import (
 )
 
 NUM_BATCHES = 24
-SCHEDULES = [everything_last, copies_last, copies_first, *map(at_random, range(6))]
+SCHEDULES = [
+    everything_last,
+    copies_last,
+    copies_first,
+    at_random(0),
+    *(pytest.param(at_random(seed), marks=pytest.mark.exhaustive) for seed in range(1, 6)),
+]
 
 
 @pytest.fixture(params=SCHEDULES, ids=lambda schedule: schedule.__name__)
@@ -72,7 +79,7 @@ def simulator(request, monkeypatch):
 
 @pytest.fixture
 def simulator_that(monkeypatch):
-    """Gives a simulator with one schedule."""
+    """Return a function that installs a simulator with one schedule."""
 
     def simulated(schedule, num_devices=1):
         simulator = Simulator(schedule, num_devices)
@@ -119,13 +126,15 @@ def test_the_loop_reads_what_was_sent(simulator, num_workers):
     assert read_all(simulator, loader) == expected()
 
 
-def test_without_order_the_loop_reads_what_was_sent(simulator):
+def test_values_are_right_without_order(simulator):
+    """With in_order=False the loop reads what was sent."""
     loader = DataLoader(Pictures(), batch_size=2, num_workers=3, device=TYPE, in_order=False)
     assert sorted(read_all(simulator, loader)) == expected()
 
 
 @pytest.mark.parametrize("schedule", [everything_last, copies_last, copies_first])
-def test_batches_of_worker_processes_are_read_as_they_were_sent(simulator_that, schedule):
+def test_values_from_worker_processes(simulator_that, schedule):
+    """The loop reads what worker processes made."""
     simulator = simulator_that(schedule)
     loader = DataLoader(
         Pictures(20), batch_size=2, num_workers=1, worker_method="multiprocessing", device=TYPE
@@ -133,7 +142,8 @@ def test_batches_of_worker_processes_are_read_as_they_were_sent(simulator_that, 
     assert read_all(simulator, loader) == expected(num_batches=10)
 
 
-def test_epochs_of_persistent_workers_are_read_as_they_were_sent(simulator):
+def test_values_with_persistent_workers(simulator):
+    """Epochs that are left early and whole ones read what was sent."""
     loader = DataLoader(
         Pictures(), batch_size=2, num_workers=2, device=TYPE, persistent_workers=True
     )
@@ -145,7 +155,8 @@ def test_epochs_of_persistent_workers_are_read_as_they_were_sent(simulator):
     loader.close()
 
 
-def test_a_loop_that_computes_on_another_stream_reads_what_was_sent(simulator):
+def test_values_on_another_stream(simulator):
+    """The stream that is current at each next() waits for the copies."""
     loader = DataLoader(Pictures(), batch_size=2, num_workers=2, device=TYPE)
     iterator = iter(loader)
     batches = read_all(simulator, [next(iterator)])
@@ -154,7 +165,9 @@ def test_a_loop_that_computes_on_another_stream_reads_what_was_sent(simulator):
     assert batches == expected()
 
 
-def test_own_collate_functions_are_pinned_and_read_as_they_were_sent(simulator):
+def test_values_of_a_collate_function(simulator):
+    """Batches of a user's collate function are pinned, and read as they were sent."""
+
     def collate(samples):
         pictures, labels = zip(*samples, strict=True)
         return torch.stack(pictures), torch.tensor(labels)
@@ -164,21 +177,24 @@ def test_own_collate_functions_are_pinned_and_read_as_they_were_sent(simulator):
     assert all(call.about is not None for call in simulator.calls if call.what == "copy")
 
 
-def test_samples_without_batches_are_read_as_they_were_sent(simulator):
+def test_values_without_batches(simulator):
+    """Single samples are read as they were sent."""
     loader = DataLoader(Pictures(9), batch_size=None, num_workers=2, device=TYPE)
     readings = [simulator.read(picture) for picture, _ in loader]
     simulator.finish()
     assert [reading.value[0].item() for reading in readings] == list(range(9))
 
 
-def test_an_iterable_dataset_is_read_as_it_was_sent(simulator):
+def test_values_of_an_iterable_dataset(simulator):
+    """The batches of an iterable dataset are read as they were sent."""
     loader = DataLoader(Sharded(40), batch_size=2, num_workers=2, device=TYPE)
     readings = [simulator.read(batch) for batch in loader]
     simulator.finish()
     assert sorted(n for reading in readings for n in reading.value.tolist()) == list(range(40))
 
 
-def test_a_loop_of_ones_own_reads_what_it_has_transferred(simulator):
+def test_values_of_transfer_function(simulator):
+    """A loop that calls transfer() itself reads what was sent."""
     batches = (
         spdl_torch.transfer((picture.unsqueeze(0).pin_memory(), torch.tensor([label])), TYPE)
         for picture, label in map(Pictures().__getitem__, range(20))
@@ -186,7 +202,8 @@ def test_a_loop_of_ones_own_reads_what_it_has_transferred(simulator):
     assert read_all(simulator, batches) == [([n], [n]) for n in range(20)]
 
 
-def test_two_loaders_in_turn_are_read_as_they_were_sent(simulator):
+def test_two_loaders_share_one_stream(simulator):
+    """Two loaders in turn are read as they were sent, and share the side stream."""
     loaders = [DataLoader(Pictures(), 2, num_workers=1, device=TYPE) for _ in range(2)]
     batches = (batch for pair in zip(*loaders, strict=True) for batch in pair)
     assert read_all(simulator, batches)[::2] == expected()
@@ -196,7 +213,8 @@ def test_two_loaders_in_turn_are_read_as_they_were_sent(simulator):
 # -- the steps ------------------------------------------------------------------------------------
 
 
-def test_the_steps_of_a_batch_are_taken_in_order(simulator_that):
+def test_order_of_calls_for_a_batch(simulator_that):
+    """The device is called in the order: copy, record, wait, record_stream."""
     simulator = simulator_that(copies_first)
     iterator = iter(DataLoader(Pictures(2), batch_size=2, num_workers=1, device=TYPE))
     next(iterator)
@@ -215,7 +233,7 @@ def test_the_steps_of_a_batch_are_taken_in_order(simulator_that):
     assert "host waits" not in {call.what for call in simulator.calls}
 
 
-def test_a_step_ends_before_the_loop_waits_for_the_next_batch(simulator_that):
+def test_step_event_precedes_the_wait(simulator_that):
     """Or else the sending thread, which waits for the step, would wait for a copy too."""
     simulator = simulator_that(copies_first)
     iterator = iter(DataLoader(Pictures(4), batch_size=2, num_workers=1, device=TYPE))
@@ -226,7 +244,8 @@ def test_a_step_ends_before_the_loop_waits_for_the_next_batch(simulator_that):
     assert steps == [*received, "record", *received]
 
 
-def test_copies_are_started_by_a_thread_of_their_own(simulator_that):
+def test_transfer_thread_starts_the_copies(simulator_that):
+    """The transfer thread starts copies, and the loop's thread waits for their event."""
     simulator = simulator_that(copies_first)
     read_all(simulator, DataLoader(Pictures(), batch_size=2, num_workers=2, device=TYPE))
     threads = {call.what: call.thread for call in simulator.calls}
@@ -234,13 +253,15 @@ def test_copies_are_started_by_a_thread_of_their_own(simulator_that):
     assert threads["wait"] == threads["record_stream"] == threading.current_thread().name
 
 
-def test_the_loop_never_waits_for_the_device(simulator):
+def test_loop_never_waits_for_device(simulator):
+    """Only the transfer thread waits for the device."""
     read_all(simulator, DataLoader(Pictures(), batch_size=2, num_workers=2, device=TYPE))
     waiting = {call.thread for call in simulator.calls if call.what == "host waits"}
     assert waiting <= {"spdl_torch-transfer-0"}
 
 
-def test_a_loader_has_its_device_current_wherever_it_pins_and_copies(simulator_that):
+def test_device_is_current_in_the_threads(simulator_that):
+    """The device is current in each thread that pins or copies, and not in the loop's."""
     simulator = simulator_that(copies_first, num_devices=3)
     loader = DataLoader(Pictures(), batch_size=2, num_workers=2, device=f"{TYPE}:2")
     assert read_all(simulator, loader) == expected()
@@ -249,9 +270,10 @@ def test_a_loader_has_its_device_current_wherever_it_pins_and_copies(simulator_t
     assert simulator.current_device() == 0
 
 
-def test_without_an_index_it_is_the_current_device_of_the_thread_that_made_the_loader(
+def test_device_without_index_is_current(
     simulator_that,
 ):
+    """A device without an index is the current one of the thread that made the loader."""
     simulator = simulator_that(copies_first, num_devices=2)
     simulator.set_device(1)
     loader = DataLoader(Pictures(), batch_size=2, num_workers=1, device=TYPE)
@@ -261,7 +283,8 @@ def test_without_an_index_it_is_the_current_device_of_the_thread_that_made_the_l
     assert loader.device == TYPE
 
 
-def test_loaders_for_two_devices_do_not_get_into_each_others_way(simulator_that):
+def test_two_loaders_for_two_devices(simulator_that):
+    """Loaders for two devices are read as they were sent."""
     simulator = simulator_that(everything_last, num_devices=2)
     loaders = [DataLoader(Pictures(), 2, num_workers=1, device=f"{TYPE}:{i}") for i in (0, 1)]
     readings = []
@@ -284,24 +307,28 @@ def num_blocks(simulator):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_memory_is_bounded_however_far_the_loop_is_ahead_of_the_device(simulator, num_workers):
+def test_memory_is_bounded(simulator, num_workers):
+    """Memory is bounded, however far the loop is ahead of the device."""
     dataset = Pictures(400)
     loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, device=TYPE)
     assert len(read_all(simulator, loader)) == 200
     # Two ahead of the loop, the one it has and the one before, and three it has queued.
     assert num_blocks(simulator) <= 8
-    # And as many batches as the window has. A batch has two buffers.
+    # And as many batches as the window has. A batch has two pinned blocks.
     assert simulator.num_pinned <= 2 * (8 + 2 * num_workers)
 
 
-def test_a_device_that_keeps_up_needs_few_buffers(simulator_that):
+def test_fast_device_needs_little_pinned_memory(simulator_that):
+    """Pinned memory is reused as soon as it has been copied."""
     simulator = simulator_that(copies_first)
     loader = DataLoader(Pictures(400), batch_size=2, num_workers=1, device=TYPE)
     assert len(read_all(simulator, loader)) == 200
     assert simulator.num_pinned <= 2 * 6
 
 
-def test_shapes_that_vary_share_buffers(simulator_that):
+def test_varying_shapes_share_pinned_memory(simulator_that):
+    """Batches of different shapes use the same pinned blocks."""
+
     class Varying(Pictures):
         def __getitem__(self, index):
             return torch.full((120 + index % 8,), index, dtype=torch.int16), index
@@ -312,7 +339,8 @@ def test_shapes_that_vary_share_buffers(simulator_that):
     assert simulator.num_pinned <= 2 * 6
 
 
-def test_the_default_collate_writes_straight_into_the_buffers(simulator_that, monkeypatch):
+def test_collate_writes_into_pinned_memory(simulator_that, monkeypatch):
+    """The default collate stacks samples in pinned memory, without a copy."""
     simulator = simulator_that(copies_first)
     stack, outs = torch.stack, []
 
@@ -329,14 +357,16 @@ def test_the_default_collate_writes_straight_into_the_buffers(simulator_that, mo
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_pin_memory_makes_no_difference_beside_a_device(simulator_that, num_workers):
+def test_pin_memory_is_redundant_with_device(simulator_that, num_workers):
+    """pin_memory=True changes nothing beside device=."""
     simulator = simulator_that(copies_first)
     loader = DataLoader(Pictures(400), 2, num_workers=num_workers, device=TYPE, pin_memory=True)
     assert read_all(simulator, loader) == expected(num_batches=200)
     assert simulator.num_pinned <= 2 * (8 + 2 * num_workers)
 
 
-def test_a_loop_that_leaves_inference_mode_goes_on(simulator_that):
+def test_loop_may_leave_inference_mode(simulator_that):
+    """A loop may leave inference mode in the middle of an epoch."""
     simulator = simulator_that(copies_first)
     iterator = iter(DataLoader(Pictures(), batch_size=2, device=TYPE))
     with torch.inference_mode():
@@ -348,7 +378,7 @@ def test_a_loop_that_leaves_inference_mode_goes_on(simulator_that):
 
 
 class Hidden:
-    """Has a tensor that nobody can see from outside."""
+    """Hides its tensors."""
 
     def __init__(self, samples):
         pictures, labels = zip(*samples, strict=True)
@@ -369,14 +399,16 @@ class Hidden:
         return iter(self._get())
 
 
-def test_an_object_that_can_be_pinned_is_pinned_before_it_is_moved(simulator_that):
+def test_objects_are_pinned_before_moving(simulator_that):
+    """An object that has pin_memory() is pinned before its to() is called."""
     simulator = simulator_that(copies_first)
     read_all(simulator, DataLoader(Pictures(8), 2, num_workers=2, collate_fn=Hidden, device=TYPE))
     assert all(call.about is not None for call in simulator.calls if call.what == "copy")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_an_object_moves_by_itself_is_read_as_it_was_sent(simulator, num_workers):
+def test_values_that_objects_move_themselves(simulator, num_workers):
+    """Tensors that an object moves in its to() are read as they were sent."""
     loader = DataLoader(
         Pictures(), batch_size=2, num_workers=num_workers, collate_fn=Hidden, device=TYPE
     )
@@ -395,7 +427,8 @@ class HalfMovedSamples(Squares):
         return HalfMoved(moved=torch.tensor(index), left=torch.tensor(index))
 
 
-def test_a_tensor_that_an_object_keeps_in_pinned_memory_is_not_overwritten(simulator):
+def test_pinned_tensor_of_object_is_kept(simulator):
+    """A pinned tensor that an object does not move is not overwritten."""
     loader = DataLoader(HalfMovedSamples(40), batch_size=2, num_workers=2, device=TYPE)
     batches = list(loader)
     readings = [simulator.read(batch["moved"]) for batch in batches]
@@ -423,7 +456,8 @@ class Refusing(Hidden):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_object_that_cannot_be_moved_raises_at_its_batch(simulator, num_workers):
+def test_failing_object_raises_at_its_batch(simulator, num_workers):
+    """An error in an object's to() is raised at its batch, and the others are right."""
     loader = DataLoader(
         Pictures(), batch_size=2, num_workers=num_workers, collate_fn=Refusing, device=TYPE
     )
@@ -435,7 +469,8 @@ def test_an_object_that_cannot_be_moved_raises_at_its_batch(simulator, num_worke
         assert read_all(simulator, [*batches, *iterator]) == expected(num_batches=2) + expected(3)
 
 
-def test_an_error_says_that_it_comes_from_the_transfer(simulator_that):
+def test_error_names_the_transfer_stage(simulator_that):
+    """An error in a transfer has a note with the stage and the samples."""
     simulator_that(copies_first)
     with pytest.raises(LookupError) as caught:
         list(DataLoader(Pictures(6), 2, num_workers=1, collate_fn=Refusing, device=TYPE))
@@ -445,9 +480,8 @@ def test_an_error_says_that_it_comes_from_the_transfer(simulator_that):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_memory_that_runs_out_is_an_error_at_its_batch_and_leaks_no_buffer(
-    simulator_that, num_workers
-):
+def test_out_of_memory_leaks_nothing(simulator_that, num_workers):
+    """When device memory runs out, each batch raises, and no memory is lost."""
     simulator = simulator_that(copies_first)
     simulator.num_bytes_left = 8 * (1024 + 512)
     loader = DataLoader(Pictures(400), batch_size=2, num_workers=num_workers, device=TYPE)
@@ -464,16 +498,17 @@ def test_memory_that_runs_out_is_an_error_at_its_batch_and_leaks_no_buffer(
     assert len(found) == 8
     # Workers may be done with a batch before the one before it, and then it is sent first.
     assert found == [batch for batch in expected(num_batches=8 + num_workers) if batch in found]
-    assert simulator.most_pinned <= 2 * (8 + 2 * num_workers)
+    assert simulator.num_pinned <= 2 * (8 + 2 * num_workers)
     del hoarded
     simulator.num_bytes_left = 2**40
     assert read_all(simulator, loader) == expected(num_batches=200)
 
 
-# -- a ring that is not needed --------------------------------------------------------------------
+# -- pinned memory without a device ---------------------------------------------------------------
 
 
-def test_a_batch_that_is_pinned_for_the_loop_is_never_overwritten(simulator_that):
+def test_pinned_batches_are_not_overwritten(simulator_that):
+    """Without a device, a pinned batch that the loop keeps is not written to again."""
     simulator = simulator_that(copies_first)
     loader = DataLoader(Pictures(), batch_size=2, num_workers=2, pin_memory=True)
     batches = list(loader)

@@ -1,25 +1,29 @@
-"""Batches to a device: pinned, copied on a stream of their own, received without waiting.
+"""Copy batches to a device in the background: pinned memory, a side stream, events.
 
-Three threads take part, and each does the one thing that is its own:
+Three threads take part:
 
-* whoever collates writes the batch into pinned memory (`Transfer.pin`);
-* one thread starts the copies, on the side stream of the device, and records an event behind them
-  (`Transfer.send`);
-* the training loop's current stream waits for that event (`Transfer.receive`).
+* a worker collates the batch into pinned memory (`Transfer.pin`);
+* the transfer thread starts the copies on the side stream of the device and records an event after
+  them (`Transfer.send`);
+* the training loop's thread makes its current stream wait for that event (`Transfer.receive`).
 
-What makes this right, in one place:
+Without worker threads, the calling thread does all three.
 
-* A kernel of the training loop never reads a tensor before its copy is done: the loop's stream
-  waits for the event, the event is behind the copies.
-* A tensor's memory is never given to a later copy while the training loop's kernels may still read
-  it. The memory belongs to the side stream, where the next copy would find it as soon as Python has
-  let go of the tensor; `record_stream` tells the allocator who else is using it.
-* A pinned buffer is not written to before the copy out of it is done: it waits in the ring until
-  the event behind the copy has completed.
-* Only a buffer whose every reader we know goes back into the ring: one that we have copied from
-  ourselves. Any other is left to those who refer to it.
-* Receiving never waits for the device. Sending does when the loop is some steps ahead, or else
-  copies would pile up, and the memory they need.
+Why no kernel reads wrong values:
+
+* A kernel of the training loop runs after the copies of its batch: its stream waits for the event,
+  and the event is recorded after the copies, on their stream.
+* A later copy does not overwrite a tensor that a kernel of the training loop has yet to read. The
+  tensor's memory belongs to the side stream, so torch's allocator may hand it to the next copy as
+  soon as Python has released the tensor. `record_stream` makes the allocator wait until the loop's
+  stream is past the kernels that were queued when the tensor was released.
+* A later batch is not collated into pinned memory that is still being copied. Pinned memory comes
+  from torch's caching host allocator: each `non_blocking` copy records an event for its block, and
+  a block that Python has released is reused once all its events have completed. So nothing here has
+  to hold a pinned tensor after its copy was started, or to know who else refers to it.
+
+Receiving never waits for the device. Sending waits if the training loop has queued several steps
+that the device has yet to run: otherwise copies would pile up, and the device memory they need.
 """
 
 from ._copies import Transfer, transfer

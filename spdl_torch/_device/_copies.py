@@ -1,11 +1,12 @@
-"""Copies on a stream of their own: the only place with streams and events."""
+"""Copy batches on a side stream: the only module that uses streams and events."""
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,28 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from ._device import device_of
-from ._pinned import Loan, PinnedRing, is_plain
 from ._structure import replaced
 
 __all__ = ["Transfer", "transfer"]
 
 _INTERFACE: Final = ("Stream", "Event", "stream", "current_stream", "set_device")
-"""What a device's module must have for copies in the background."""
+"""The functions that a device's module needs for copies in the background."""
 
 _MAX_STEPS_QUEUED: Final = 2
-"""How many steps of the loop may be queued on the device, besides the one the loop is at, when the
-next batch is sent. Two keep the device busy; more would only take its memory."""
+"""How many steps of the training loop may be queued on the device, besides the current one, when
+the next batch is sent. Two keep the device busy; more would only take its memory."""
 
 _side_streams: dict[tuple[Any, torch.device], Any] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Pinned:
-    """A batch in the host's memory."""
-
-    batch: Any
-    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What it has from the ring, by address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +34,13 @@ class _Sent:
 
     batch: Any
     tensors: list[torch.Tensor]
-    """Those that were made on the side stream."""
+    """The tensors whose memory was allocated on the side stream."""
     copied: Any
-    """The event behind the copies; None if the host has waited for them."""
+    """The event after the copies; None if the host has waited for them."""
 
 
 class Transfer:
-    """The way of batches to one device."""
+    """Pins, sends and receives the batches of one loader for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,66 +48,77 @@ class Transfer:
         has_streams = device.type != "cpu" and all(hasattr(module, name) for name in _INTERFACE)
         self._module: Any = module if has_streams else None
         accelerator = torch.accelerator.current_accelerator()
-        can_pin = has_streams and accelerator is not None and accelerator.type == device.type
-        self._wake = PinnedRing() if can_pin else None
+        # torch pins memory for the current accelerator only.
+        self._can_pin = has_streams and accelerator is not None and accelerator.type == device.type
         self._has_received = False
         self._steps_queued: deque[Any] = deque()
-        """An event behind each step of the loop that the device has yet to do, oldest first."""
+        """An event after each step of the loop that the device has yet to run, oldest first."""
 
     def enter(self) -> None:
-        """Make the device the calling thread's own: what it pins and copies is for no other."""
+        """Make the device current in the calling thread, so that it pins and copies for it."""
         if self._module is not None:
             self._module.set_device(self.device)
 
-    def pin(self, make: Callable[[Callable[..., torch.Tensor]], Any]) -> _Pinned:
-        """Make a batch in pinned memory; `make` is given a function like `torch.empty` for it."""
-        if self._wake is None:
-            return _Pinned(make(torch.empty))
-        loan = Loan(self._wake)
-        batch = replaced(make(loan.empty), loan.pin)
-        return _Pinned(batch, loan.buffers)
+    def pin(self, make: Callable[[Callable[..., torch.Tensor]], Any]) -> Any:
+        """Return the batch that `make` returns, in pinned memory.
 
-    def send(self, pinned: _Pinned) -> _Sent:
+        `make` gets a function like `torch.empty`, to write tensors straight into pinned memory.
+        """
+        if not self._can_pin:
+            return make(torch.empty)
+        return replaced(make(_empty_pinned), _pinned)
+
+    def send(self, batch: Any) -> _Sent:
         """Start the copies of a batch to the device."""
         if self._module is None:
-            return _Sent(replaced(pinned.batch, self._move), [], None)
+            return _Sent(replaced(batch, self._copy_and_wait), [], None)
         # The loop may be far ahead of the device. The copies must not be, nor their memory.
         while len(self._steps_queued) > _MAX_STEPS_QUEUED:
             self._steps_queued.popleft().synchronize()
         stream = _side_stream(self._module, self.device)
-        copying = _Copying(self.device, pinned.buffers)
+        tensors: list[torch.Tensor] = []
         with self._module.stream(stream):
-            # After an error in here the buffers are torch's again, which knows of every copy out of
-            # pinned memory that has been started.
-            batch = replaced(pinned.batch, copying.start)
+            batch = replaced(batch, partial(self._start_copy, tensors))
             copied = self._module.Event()
             copied.record(stream)
-        if self._wake is not None:
-            self._wake.give_back(copying.buffers.values(), copied)
-        return _Sent(batch, copying.tensors, copied)
+        return _Sent(batch, tensors, copied)
 
     def receive(self, sent: _Sent) -> Any:
-        """Give the batch to the calling thread, to be used on its current stream."""
+        """Return the batch, for use on the calling thread's current stream."""
         if sent.copied is not None:
             stream = self._module.current_stream(self.device)
             if self._has_received:
-                self._steps_queued.append(self._event_behind_step(stream))
+                self._steps_queued.append(self._event_after_step(stream))
             self._has_received = True
             stream.wait_event(sent.copied)
             for tensor in sent.tensors:
                 tensor.record_stream(stream)
         return sent.batch
 
-    def _event_behind_step(self, stream: Any) -> Any:
+    def _event_after_step(self, stream: Any) -> Any:
         try:
+            # With CUDA's default, a thread that waits for the event keeps a core busy.
             event = self._module.Event(blocking=True)
-        except TypeError:  # Not every device has a choice. CUDA's would keep a core busy.
+        except TypeError:  # Other devices have no such argument.
             event = self._module.Event()
         event.record(stream)
         return event
 
-    def _move(self, leaf: Any) -> Any:
-        """Copy a leaf and wait for it, on a device without streams."""
+    def _start_copy(self, tensors: list[torch.Tensor], leaf: Any) -> Any:
+        """Return the copy of a leaf; add the device tensors that were made for it to `tensors`."""
+        if not isinstance(leaf, torch.Tensor):
+            with _Made(self.device) as made:
+                moved = _object_moved(leaf, self.device, in_background=True)
+            tensors += made.tensors
+            return moved
+        if leaf.device == self.device:
+            return leaf
+        moved = leaf.to(self.device, non_blocking=True)
+        tensors += _parts(moved)
+        return moved
+
+    def _copy_and_wait(self, leaf: Any) -> Any:
+        """Return the copy of a leaf on a device without streams."""
         if isinstance(leaf, torch.Tensor):
             return leaf if leaf.device == self.device else leaf.to(self.device)
         return _object_moved(leaf, self.device, in_background=False)
@@ -125,10 +127,11 @@ class Transfer:
 def transfer(batch: Any, device: torch.device | str) -> Any:
     """Copy a batch to a device, for use on the calling thread's current stream.
 
-    Goes into mappings, sequences, named tuples and dataclasses, calls `to()` of what has it, and
-    leaves alone what is there already and what is no tensor. The copies run on a stream of their
-    own, beside the kernels that are queued already, and the current stream waits for them; the host
-    does not, if the tensors are in pinned memory. Do not write to pinned tensors before that.
+    Goes into mappings, sequences, named tuples and dataclasses, calls `to()` of objects that have
+    it, and leaves everything else as it is, also tensors that are on the device already. The copies
+    run on a side stream, beside the kernels that are queued already, and the current stream waits
+    for them. The host does not wait if the tensors are in pinned memory: then do not write to them
+    before the copies are done.
 
     Args:
         batch: tensors in any structure.
@@ -136,39 +139,23 @@ def transfer(batch: Any, device: torch.device | str) -> Any:
 
     """
     way = Transfer(device_of(device))
-    return way.receive(way.send(_Pinned(batch)))
+    return way.receive(way.send(batch))
 
 
-class _Copying:
-    """The copies of one batch, while they are started."""
+def _empty_pinned(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+    # The calling thread may have another default device.
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
-    def __init__(self, device: torch.device, buffers: dict[int, torch.Tensor]) -> None:
-        self._device = device
-        self._lent = buffers
-        self.buffers: dict[int, torch.Tensor] = {}
-        """Those that were copied from here, and have no other reader."""
-        self.tensors: list[torch.Tensor] = []
-        """What was made on the device."""
 
-    def start(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            with _Made(self._device) as made:
-                moved = _object_moved(leaf, self._device, in_background=True)
-            self.tensors += made.tensors
-            return moved
-        if leaf.device == self._device:
-            return leaf
-        if self._lent and is_plain(leaf):
-            address = leaf.untyped_storage().data_ptr()
-            if address in self._lent:
-                self.buffers[address] = self._lent[address]
-        moved = leaf.to(self._device, non_blocking=True)
-        self.tensors += _parts(moved)
-        return moved
+def _pinned(leaf: Any) -> Any:
+    """Return a tensor, or an object that has `pin_memory()`, in pinned memory."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.pin_memory() if leaf.device.type == "cpu" else leaf
+    return leaf.pin_memory() if callable(getattr(type(leaf), "pin_memory", None)) else leaf
 
 
 class _Made(TorchDispatchMode):
-    """Catches every tensor that is made on a device: an object need not show what it holds."""
+    """Collects every tensor that is made on a device, as an object may hide what it holds."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,7 +177,7 @@ def _object_moved(value: Any, device: torch.device, *, in_background: bool) -> A
         moved = value.to(device, non_blocking=True)
     else:
         moved = value.to(device)
-    # One that moves itself may give nothing back.
+    # An object that moves itself may return nothing.
     return value if moved is None else moved
 
 
@@ -205,7 +192,7 @@ def _takes_non_blocking(kind: type) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that have a tensor's memory."""
+    """Yield the tensors that own the memory of a tensor."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -223,9 +210,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _side_stream(module: Any, device: torch.device) -> Any:
-    """The one stream for copies to a device: memory that one loader lets go another can use."""
+    """Return the one stream for copies to a device, so that all loaders share its free memory."""
     key = module, device
     if key not in _side_streams:
-        # Of two threads that make one, the first counts. (A lock might be held in a fork.)
+        # If two threads make one, both use the first. (A lock could be held during a fork.)
         _side_streams.setdefault(key, module.Stream(device=device))
     return _side_streams[key]

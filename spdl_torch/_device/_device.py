@@ -1,4 +1,4 @@
-"""Which device is meant, and which there are."""
+"""Find the device that an argument names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["device_of"]
 
 
 def device_of(device: Any) -> torch.device:
-    """The device that is meant, with its index, if it is there.
+    """Return the device that an argument names, with its index; raise if it does not exist.
 
     Without an index it is the current device of the calling thread.
     """

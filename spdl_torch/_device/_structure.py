@@ -1,4 +1,4 @@
-"""Batches of any structure: find what can go to a device, and put something in its place."""
+"""Replace the tensors in a batch of any structure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _NOT_A_SEQUENCE: Final = (str, bytes, bytearray, memoryview, collections.UserStr
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether a value goes to a device as a whole, because it is a tensor or has `to()`.
+    """Return whether a value goes to a device as a whole: it is a tensor, or its class has `to()`.
 
-    Of the class, not of the object: a mapping with attributes may well have a key "to".
+    The object itself is not asked: a mapping whose keys are attributes may have a key "to".
     """
     return isinstance(value, torch.Tensor) or callable(getattr(type(value), "to", None))
 
 
 def replaced(batch: Any, replace: Callable[[Any], Any]) -> Any:
-    """The batch with `replace` called on each leaf; the same object if that changed nothing.
+    """Return the batch with `replace` called on each leaf; the same object if nothing changed.
 
-    Goes into mappings, sequences, named tuples and dataclasses, and keeps their types. Whatever
-    else there is stays as it is.
+    Goes into mappings, sequences, named tuples and dataclasses, and keeps their types. Values of
+    other types stay as they are.
     """
     if _is_leaf(batch):
         return replace(batch)
@@ -103,9 +103,9 @@ def _sequence_like(batch: Sequence[Any], values: list[Any]) -> Any:
 
 def _tuple_like(batch: tuple[Any, ...], values: list[Any]) -> Any:
     try:
-        # Whatever its own constructor makes of its arguments.
+        # Not by its constructor, which may take other arguments.
         clone = tuple.__new__(type(batch), values)
-    except TypeError:  # What torch.max() and the like give.
+    except TypeError:  # The results of torch.max() and the like.
         return type(batch)(values)
     if hasattr(batch, "__dict__"):
         clone.__dict__.update(batch.__dict__)

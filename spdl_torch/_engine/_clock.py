@@ -528,6 +528,15 @@ class EpochReading(NamedTuple):
     stages: tuple[StageStats, ...]
 
 
+# Functions of the module, because a loader that has a clock can be pickled.
+def _none_ready() -> int:
+    return 0
+
+
+def _not_closed() -> None:
+    return None
+
+
 class EpochClock:
     """All clocks of one epoch, from its first batch to its end.
 
@@ -540,8 +549,8 @@ class EpochClock:
         stages: Sequence[StageClock] = (),
         *,
         window: int = 0,
-        num_ready: Callable[[], int] = lambda: 0,
-        closed_at: Callable[[], float | None] = lambda: None,
+        num_ready: Callable[[], int] = _none_ready,
+        closed_at: Callable[[], float | None] = _not_closed,
     ) -> None:
         self.consumer = ConsumerClock()
         self.kind = kind

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ TIMEOUT_SECONDS = 200
 """Of a program on two processes: torch and a framework take long to import, on busy cores."""
 
 
+def quick(test: Callable[..., None]) -> Callable[..., None]:
+    """Keep a test in the default tier: one or two for each framework."""
+    test.is_quick = True  # type: ignore[attr-defined]
+    return test
+
+
 def run_on_two_processes(program: str, directory: Path) -> list[dict[str, Any]]:
-    """What each process of a test file, started with torchrun, has written to `directory`.
+    """Return what each process of a test file, started with torchrun, has written to `directory`.
 
     The processes write `rank-0.json` and `rank-1.json`.
     """
@@ -56,4 +63,4 @@ def _end(directory: Path) -> None:
 def write_result(directory: Path, rank: int, result: dict[str, Any]) -> None:
     (directory / f"rank-{rank}.json").write_text(json.dumps(result))
     if dist.is_initialized():
-        dist.barrier()  # Whoever fails at the end must not be the end of the others.
+        dist.barrier()  # A process that fails at its end must not end the others.

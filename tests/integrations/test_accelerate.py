@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
-from tests.integrations import run_on_two_processes, write_result
+from tests.datasets import Sharded
+from tests.integrations import quick, run_on_two_processes, write_result
+from tests.tiers import sampled
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -58,6 +60,7 @@ def flat(batches):
 # -- one process ----------------------------------------------------------------------------------
 
 
+@quick
 def test_threads_load_and_no_process(accelerator):
     loader = prepare(accelerator, make_loader())
     names = set()
@@ -68,12 +71,14 @@ def test_threads_load_and_no_process(accelerator):
     assert isinstance(loader, DataLoader)
 
 
-def test_a_loader_that_accelerate_prepares_by_itself_is_ours_no_more(accelerator):
+def test_plain_prepare_replaces_our_loader(accelerator):
+    """accelerate's own prepare() makes a plain torch loader."""
     assert not isinstance(accelerator.prepare(make_loader()), DataLoader)
 
 
 @pytest.mark.parametrize("seedable", [False, True])
-def test_the_order_is_the_one_that_torchs_loader_has_there(accelerator, seedable):
+def test_order_equals_torchs_loader(accelerator, seedable):
+    """The order is the one that torch's loader has when it is prepared."""
     accelerator.dataloader_config.use_seedable_sampler = seedable
     set_seed(3)
     theirs = accelerator.prepare(torch.utils.data.DataLoader(DATASET, 4, shuffle=True))
@@ -117,7 +122,8 @@ def test_every_argument_is_kept(accelerator):
                     assert getattr(prepared.base_dataloader, name) == getattr(loader, name), name
 
 
-def test_gradients_are_accumulated_over_two_batches_and_synchronised_at_the_last(accelerator):
+def test_gradients_are_accumulated(accelerator):
+    """Gradients are accumulated over two batches, and synchronised at the last."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     model, optimizer, loader = prepare(accelerator, model, optimizer, make_loader(batch_size=5))
@@ -131,27 +137,32 @@ def test_gradients_are_accumulated_over_two_batches_and_synchronised_at_the_last
     assert accelerator.gradient_state.active_dataloader is None
 
 
-def test_the_remainder_is_known_at_the_last_batch(accelerator):
+def test_remainder_is_known_at_the_end(accelerator):
+    """The remainder is known at the last batch."""
     loader = prepare(accelerator, make_loader())
     assert [accelerator.gradient_state.remainder for _ in loader][-1] == SIZE % 4
 
 
-def test_accelerate_puts_the_batches_on_its_device(accelerator):
+def test_accelerate_moves_the_batches(accelerator):
+    """accelerate puts the batches on its device."""
     loader = prepare(accelerator, make_loader())
     assert loader.device == accelerator.device
     loader.device = torch.device("meta")
     assert {batch.device.type for (batch,) in loader} == {"meta"}
 
 
-def test_our_loader_puts_the_batches_on_its_own_device(accelerator):
+def test_our_loader_moves_the_batches(accelerator):
+    """Without device placement, our loader puts the batches on its own device."""
     accelerator.device_placement = False
     loader = prepare(accelerator, make_loader(device="meta"))
     assert {batch.device.type for (batch,) in loader} == {"meta"}
 
 
-@pytest.mark.parametrize("num_done", [1, 3, 5])
-@pytest.mark.parametrize("seed", [None, 9])
-def test_a_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, tmp_path, num_done, seed):
+@quick
+@pytest.mark.parametrize("num_done", sampled([1, 3, 5], 3))
+@pytest.mark.parametrize("seed", sampled([None, 9], 2))
+def test_resume_within_an_epoch(accelerator, tmp_path, num_done, seed):
+    """A state that was saved in the middle of an epoch resumes there."""
     set_seed(1)
     loader = prepare(accelerator, make_loader(shuffle=True, seed=seed))
     first = indices(loader)
@@ -172,7 +183,8 @@ def test_a_saved_state_goes_on_in_the_middle_of_an_epoch(accelerator, tmp_path, 
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_state_saved_at_the_last_batch_is_that_of_the_next_epoch(accelerator, tmp_path, is_over):
+def test_resume_after_the_last_batch(accelerator, tmp_path, is_over):
+    """A state that was saved at the last batch resumes with the next epoch."""
     loader = prepare(accelerator, make_loader(shuffle=True, seed=2))
     epochs = [indices(loader), indices(loader)]
     iterator = iter(loader)
@@ -188,7 +200,8 @@ def test_a_state_saved_at_the_last_batch_is_that_of_the_next_epoch(accelerator, 
     assert len({str(epoch) for epoch in epochs}) == 4
 
 
-def test_a_state_saved_before_the_first_batch_is_that_of_the_first_epoch(accelerator, tmp_path):
+def test_resume_before_the_first_batch(accelerator, tmp_path):
+    """A state that was saved before the first batch resumes with the first epoch."""
     loader = prepare(accelerator, make_loader(shuffle=True))
     accelerator.save_state(tmp_path)
     expected = indices(loader)
@@ -197,7 +210,8 @@ def test_a_state_saved_before_the_first_batch_is_that_of_the_first_epoch(acceler
     assert loader.iteration == 1
 
 
-def test_several_loaders_are_saved_each_with_its_own_state(accelerator, tmp_path):
+def test_each_loader_has_its_state(accelerator, tmp_path):
+    """Several loaders are saved, each with its own state."""
     one, two = prepare(accelerator, make_loader(), make_loader(batch_size=2))
     indices(one, 2)
     indices(two, 3)
@@ -210,7 +224,8 @@ def test_several_loaders_are_saved_each_with_its_own_state(accelerator, tmp_path
 
 @pytest.mark.parametrize("seed", [None, 9])
 @pytest.mark.parametrize("seedable", [False, True])
-def test_skipped_batches_are_those_that_came_first(accelerator, seed, seedable):
+def test_skip_first_batches_skips_the_first(accelerator, seed, seedable):
+    """skip_first_batches skips the batches that come first."""
     accelerator.dataloader_config.use_seedable_sampler = seedable
     set_seed(5)
     loader = prepare(accelerator, make_loader(shuffle=True, seed=seed))
@@ -224,14 +239,16 @@ def test_skipped_batches_are_those_that_came_first(accelerator, seed, seedable):
     assert indices(rest) == expected[2:]
 
 
-def test_what_is_skipped_of_an_iterable_dataset_is_read_and_not_given(accelerator):
-    loader = prepare(accelerator, DataLoader(Counting(), batch_size=4, num_workers=1))
+def test_skip_reads_an_iterable_dataset(accelerator):
+    """The skipped batches of an iterable dataset are read and not delivered."""
+    loader = prepare(accelerator, DataLoader(Sharded(12), batch_size=4, num_workers=1))
     rest = skip_first_batches(loader, 2)
     assert isinstance(rest, DataLoader)
     assert [batch.tolist() for batch in rest] == [[8, 9, 10, 11]]
 
 
-def test_a_chosen_epoch_reaches_what_is_drawn_from_a_seed(accelerator):
+def test_set_epoch_reaches_the_seed(accelerator):
+    """set_epoch() chooses the order that is drawn from a seed."""
     loader = prepare(accelerator, make_loader(shuffle=True, seed=1))
     epochs = [indices(loader) for _ in range(3)]
     loader.set_epoch(1)
@@ -255,7 +272,8 @@ def test_preparing_twice_changes_nothing(accelerator):
     assert flat(indices(loader)) == list(range(SIZE))
 
 
-def test_a_state_of_another_number_of_processes_is_refused(accelerator):
+def test_state_of_other_world_is_refused(accelerator):
+    """A state of another number of processes is refused."""
     loader = prepare(accelerator, make_loader())
     indices(loader, 2)
     state = loader.state_dict()
@@ -266,11 +284,6 @@ def test_a_state_of_another_number_of_processes_is_refused(accelerator):
 
 
 # -- two processes --------------------------------------------------------------------------------
-
-
-class Counting(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(12))
 
 
 CONFIGURATIONS = {
@@ -310,7 +323,7 @@ def main(directory):
         epochs["skipped"] = indices(skip_first_batches(loader, 1))
 
     accelerator = Accelerator(cpu=True)
-    loader = prepare(accelerator, DataLoader(Counting(), batch_size=2, num_workers=1))
+    loader = prepare(accelerator, DataLoader(Sharded(12), batch_size=2, num_workers=1))
     result["iterable"] = [batch.tolist() for batch in loader]
     iterator = iter(loader)
     next(iterator)
@@ -365,14 +378,16 @@ def test_two_processes_have_each_sample_once(ranks, name):
 
 @on_two_processes
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_two_processes_go_on_with_what_is_left(ranks, name):
+def test_two_processes_resume(ranks, name):
+    """Two processes resume with the samples that are left."""
     batches = flat(rank[name]["before"] + rank[name]["after"] for rank in ranks)
     assert sorted(flat(batches)) == list(range(24))
 
 
 @on_two_processes
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_two_processes_synchronise_at_the_last_batch(ranks, name):
+def test_two_processes_synchronise_gradients(ranks, name):
+    """Two processes synchronise gradients at the last batch."""
     num_batches = len(ranks[0][name]["first"])
     expected = [(number + 1) % 2 == 0 for number in range(num_batches)]
     expected[-1] = True
@@ -396,7 +411,8 @@ def test_two_processes_skip_the_same_batches(ranks, name):
 
 
 @on_two_processes
-def test_an_iterable_dataset_is_read_by_the_first_process(ranks):
+def test_first_process_reads_iterable_dataset(ranks):
+    """The first process reads an iterable dataset for both."""
     assert [rank["iterable"] for rank in ranks] == [
         [[0, 1], [4, 5], [8, 9]],
         [[2, 3], [6, 7], [10, 11]],
@@ -408,7 +424,8 @@ def test_an_iterable_dataset_is_read_by_the_first_process(ranks):
 
 
 @on_two_processes
-def test_saving_does_not_let_processes_draw_different_orders(ranks):
+def test_saving_keeps_the_common_order(ranks):
+    """Processes with different seeds have one order after a state was saved."""
     for epoch in range(2):
         assert sorted(flat(flat(rank["unseeded"][epoch] for rank in ranks))) == list(range(24))
 

@@ -15,6 +15,7 @@ import torch
 
 from spdl_torch import DataLoader, StagedDataset
 from tests.datasets import Circle
+from tests.integrations import quick
 
 distributed = pytest.importorskip("distributed")
 
@@ -39,7 +40,7 @@ def client():
 
 
 class Numbers(StagedDataset):
-    """Gives the index, the process in which it was preprocessed, and a random number."""
+    """A sample is its index, the process that preprocessed it, and a random number."""
 
     def __init__(self, size):
         self.size = size
@@ -67,21 +68,33 @@ def loader_of(client, size=120, **arguments):
     )
 
 
-def test_samples_are_preprocessed_on_the_cluster_and_come_in_order(client):
+@quick
+def test_executor_of_a_dask_client():
+    """A cluster of threads, which starts quickly, preprocesses the samples in order."""
+    arguments = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
+    with distributed.Client(processes=False, **arguments) as client:
+        batches = list(loader_of(client, 20))
+    assert torch.cat([indices for indices, _, _ in batches]).tolist() == list(range(20))
+
+
+def test_cluster_preprocesses_in_order(client):
+    """Samples are preprocessed on the cluster and delivered in order."""
     batches = list(loader_of(client))
     assert torch.cat([indices for indices, _, _ in batches]).tolist() == list(range(120))
     process_ids = {int(i) for _, process_ids, _ in batches for i in process_ids}
     assert process_ids <= set(client.run(os.getpid).values())
 
 
-def test_a_seed_gives_the_same_random_numbers_as_here(client):
+def test_seed_draws_the_same_on_cluster(client):
+    """With a seed, samples draw the same numbers on the cluster as here."""
     here = DataLoader(Numbers(40), batch_size=4, num_workers=2, seed=3)
     expected = torch.cat([drawn for _, _, drawn in here])
     got = torch.cat([drawn for _, _, drawn in loader_of(client, 40, seed=3)])
     assert torch.equal(got, expected)
 
 
-def test_an_executor_that_remembers_results_draws_anew_for_each_sample(client):
+def test_caching_executor_draws_each_time(client):
+    """An executor that caches results draws new numbers for each sample."""
     # Without pure=False, Dask takes equal tasks for one.
     loader = DataLoader(
         Numbers(1),
@@ -95,7 +108,8 @@ def test_an_executor_that_remembers_results_draws_anew_for_each_sample(client):
     assert len(drawn.unique()) == 40
 
 
-def test_the_statistics_count_what_the_cluster_has_done(client):
+def test_statistics_count_the_clusters_work(client):
+    """The statistics count what the cluster has done."""
     loader = loader_of(client)
     list(loader)
     stats = loader.stats()
@@ -193,14 +207,16 @@ def own_threads():
     return [t for t in threading.enumerate() if t.name.startswith("spdl_torch")]
 
 
-def test_a_loop_that_is_left_leaves_the_cluster_usable(client):
+def test_early_break_leaves_cluster_usable(client):
+    """A loop that is left early leaves the cluster usable."""
     loader = loader_of(client)
     for _ in loader:
         break
     assert sum(len(indices) for indices, _, _ in loader) == 120
 
 
-def test_a_loop_that_is_left_takes_its_tasks_back(client):
+def test_early_break_cancels_its_tasks(client):
+    """A loop that is left early cancels its tasks."""
     iterator = left_iterator(client)
     started = time.monotonic()
     del iterator
@@ -208,10 +224,8 @@ def test_a_loop_that_is_left_takes_its_tasks_back(client):
     assert seconds_until_no_task_is_left(client) < 2
 
 
-def test_an_iterator_that_the_clients_own_thread_collects_takes_its_tasks_back(
-    client, no_collection, recwarn
-):
-    """There Dask gives a coroutine that nobody awaits, instead of taking a task back."""
+def test_collection_in_client_thread_cancels_tasks(client, no_collection, recwarn):
+    """In that thread Dask's cancel() returns a coroutine instead of cancelling the task."""
     Circle(left_iterator(client))
     assert collect_in_the_thread_of(client) < 2
     assert seconds_until_no_task_is_left(client) < 2
@@ -236,9 +250,7 @@ class Needs(Slow):
         return super().load(index)
 
 
-def test_a_client_whose_thread_collects_an_iterator_does_not_wait_for_its_workers(
-    client, no_collection, recwarn
-):
+def test_collection_in_client_thread_never_waits(client, no_collection, recwarn):
     """They may wait for it: `submit` takes a lock that the client's thread takes too."""
     dataset = Needs(40)
     Circle(left_iterator(client, dataset))
@@ -282,7 +294,8 @@ class SendsOneThatCollects(Numbers):
         return SendsOneThatCollects, (self.size, None)
 
 
-def test_an_iterator_may_be_collected_while_another_one_submits(client, no_collection):
+def test_collection_during_a_submit(client, no_collection):
+    """An iterator may be garbage-collected while another one submits."""
     loader = DataLoader(
         SendsOneThatCollects(40, client),
         batch_size=4,
@@ -303,7 +316,8 @@ class Fails(Numbers):
         return raw
 
 
-def test_an_exception_comes_back_to_its_batch(client):
+def test_cluster_error_raises_at_its_batch(client):
+    """An exception on the cluster is raised at its batch."""
     loader = DataLoader(
         Fails(12),
         batch_size=4,
@@ -319,7 +333,7 @@ def test_an_exception_comes_back_to_its_batch(client):
     assert [batch.tolist() for batch in iterator] == [[8, 9, 10, 11]]
 
 
-def test_the_death_of_a_worker_loses_nothing_and_repeats_nothing(client):
+def test_death_of_a_cluster_worker(client):
     """The last test of the file: the worker that comes in its place takes a while to start."""
     got = []
     for number, (indices, process_ids, _) in enumerate(loader_of(client)):

@@ -16,7 +16,8 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
 from tests.conftest import own_thread_names
-from tests.integrations import run_on_two_processes, write_result
+from tests.integrations import quick, run_on_two_processes, write_result
+from tests.tiers import sampled
 
 lightning = pytest.importorskip("lightning")
 
@@ -88,8 +89,10 @@ def checkpoint_after(num_steps, directory):
 # -- one process ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_threads_load_and_end_with_the_training(tmp_path, persistent):
+@quick
+@pytest.mark.parametrize("persistent", sampled([False, True], 2))
+def test_threads_end_with_the_training(tmp_path, persistent):
+    """Worker threads load, and end with the training."""
     model = Model()
     train = make_loader(shuffle=True, persistent_workers=persistent)
     validate = make_loader(persistent_workers=persistent)
@@ -100,7 +103,9 @@ def test_threads_load_and_end_with_the_training(tmp_path, persistent):
     assert Counter(model.indices(0)) == Counter(model.indices(1)) == Counter(range(SIZE))
 
 
-def test_threads_end_with_a_training_that_fails(tmp_path):
+def test_threads_end_after_an_error(tmp_path):
+    """Worker threads end with a training that fails."""
+
     class Failing(Model):
         def training_step(self, batch, number):
             super().training_step(batch, number)
@@ -114,9 +119,11 @@ def test_threads_end_with_a_training_that_fails(tmp_path):
     assert own_thread_names() == []
 
 
-@pytest.mark.parametrize("num_steps", [2, 5, 8])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path, num_steps, seed):
+@quick
+@pytest.mark.parametrize("num_steps", sampled([2, 5, 8], 3))
+@pytest.mark.parametrize("seed", sampled([None, 3], 2))
+def test_resume_within_an_epoch(tmp_path, num_steps, seed):
+    """A checkpoint of the middle of an epoch resumes there."""
     first = Model()
     callbacks = [checkpoint_after(num_steps, tmp_path)]
     trainer = make_trainer(tmp_path, callbacks=callbacks)
@@ -136,7 +143,8 @@ def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path, num_steps, see
         assert second.batches == first.batches[num_steps:]
 
 
-def test_a_checkpoint_of_the_end_of_an_epoch_goes_on_with_the_next(tmp_path):
+def test_resume_after_an_epoch(tmp_path):
+    """A checkpoint of the end of an epoch resumes with the next one."""
     first = Model()
     callbacks = [ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)]
     make_trainer(tmp_path, callbacks=callbacks).fit(first, make_loader(shuffle=True, seed=3))
@@ -148,7 +156,8 @@ def test_a_checkpoint_of_the_end_of_an_epoch_goes_on_with_the_next(tmp_path):
 
 
 @pytest.mark.xfail(strict=True, reason="Lightning begins an epoch with a loader that has ended one")
-def test_a_checkpoint_of_the_last_step_of_an_epoch_goes_on_with_the_next(tmp_path):
+def test_resume_after_the_last_step(tmp_path):
+    """A checkpoint of the last step of an epoch resumes with the next one."""
     # torchdata's StatefulDataLoader has the same: Lightning never asks a loader for the end.
     callbacks = [checkpoint_after(6, tmp_path)]
     make_trainer(tmp_path, callbacks=callbacks).fit(Model(), make_loader(shuffle=True))
@@ -158,9 +167,8 @@ def test_a_checkpoint_of_the_last_step_of_an_epoch_goes_on_with_the_next(tmp_pat
     assert second.epochs == [1] * 6
 
 
-def test_the_workers_that_lightning_seeds_leave_the_training_loops_generators_alone(
-    tmp_path, monkeypatch
-):
+def test_seeding_workers_spares_the_loop(tmp_path, monkeypatch):
+    """Seeding the workers leaves the RNGs of the training loop alone."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Put back at the end.
         monkeypatch.setenv(name, "0")
     numbers = []
@@ -173,7 +181,8 @@ def test_the_workers_that_lightning_seeds_leave_the_training_loops_generators_al
     assert numbers[0] == numbers[1]
 
 
-def test_fabric_takes_the_loader_and_goes_on_from_its_state(tmp_path):
+def test_fabric_resumes_from_the_state(tmp_path):
+    """Fabric takes the loader and resumes from its state."""
     loader = make_loader(shuffle=True, seed=1)
     fabric = Fabric(accelerator="cpu", devices=1)
     batches = []
@@ -197,7 +206,7 @@ def main(directory):
     result = {}
     many = {"strategy": "ddp", "devices": 2}
 
-    # Lightning makes the loader anew, with a sampler of its own.
+    # Lightning makes the loader again, with its own sampler.
     with ThreadPoolExecutor(1) as executor:
         arguments = {
             "buffer_size": 7,
@@ -214,14 +223,14 @@ def main(directory):
         loader = make_loader(shuffle=True, **arguments)
         model, trainer = Model(), make_trainer(directory, **many)
         trainer.fit(model, loader)
-        anew = trainer.train_dataloader
+        remade = trainer.train_dataloader
         result["changed"] = [
             name
             for name in set(inspect.signature(DataLoader).parameters) - {"shuffle"}
-            if getattr(anew, name) != getattr(loader, name)
+            if getattr(remade, name) != getattr(loader, name)
         ]
-        result["is_ours"] = type(anew) is DataLoader and anew is not loader
-        result["sampler"] = type(anew.sampler).__name__
+        result["is_ours"] = type(remade) is DataLoader and remade is not loader
+        result["sampler"] = type(remade.sampler).__name__
 
     for name in ("theirs", "ours"):
         sampler = DistributedRandomSampler(DATASET, seed=1) if name == "ours" else None
@@ -286,7 +295,8 @@ on_two_processes = pytest.mark.timeout(300)  # The first has the fixture on its 
 
 
 @on_two_processes
-def test_a_loader_that_lightning_makes_anew_stays_ours_and_keeps_every_argument(ranks):
+def test_remade_loader_keeps_every_argument(ranks):
+    """A loader that Lightning makes again stays ours and keeps every argument."""
     for rank in ranks:
         assert rank["is_ours"]
         assert rank["sampler"] == "DistributedSampler"
@@ -295,7 +305,8 @@ def test_a_loader_that_lightning_makes_anew_stays_ours_and_keeps_every_argument(
 
 @on_two_processes
 @pytest.mark.parametrize("name", ["theirs", "ours"])
-def test_two_processes_have_each_sample_once_in_every_epoch(ranks, name):
+def test_two_processes_share_the_samples(ranks, name):
+    """Two processes have each sample once in every epoch."""
     for epoch in (0, 1):
         assert sorted(of_epoch(ranks, name, epoch)) == list(range(SIZE))
     assert of_epoch(ranks, name, 0) != of_epoch(ranks, name, 1)
@@ -303,7 +314,8 @@ def test_two_processes_have_each_sample_once_in_every_epoch(ranks, name):
 
 @on_two_processes
 @pytest.mark.parametrize("name", ["theirs", "ours"])
-def test_two_processes_load_with_threads_that_end(ranks, name):
+def test_two_processes_load_with_threads(ranks, name):
+    """Two processes load with threads that end."""
     for rank in ranks:
         assert "spdl_torch-preprocess-1" in rank[name]["names"]
         assert rank[name]["num_children"] == 0
@@ -318,7 +330,8 @@ def test_our_sampler_is_left_alone(ranks):
 
 @on_two_processes
 @pytest.mark.parametrize("name", ["theirs", "ours"])
-def test_two_processes_go_on_in_the_middle_of_an_epoch(ranks, name):
+def test_two_processes_resume(ranks, name):
+    """Two processes resume in the middle of an epoch."""
     for rank in ranks:
         assert rank[name]["after"] == rank[name]["batches"][4:]
         assert rank[name]["epochs after"] == rank[name]["epochs"][4:]
@@ -335,7 +348,8 @@ def test_fabric_deals_out_each_sample_once(ranks):
 
 
 @on_two_processes
-def test_fabric_goes_on_from_the_state_of_a_loader_with_our_sampler(ranks):
+def test_fabric_resumes_with_our_sampler(ranks):
+    """Fabric resumes from the state of a loader that has our sampler."""
     for name in ("fabric whole", "fabric resumed"):
         assert sorted(flat(flat(rank[name] for rank in ranks))) == list(range(SIZE))
     assert ranks[0]["fabric whole"] != ranks[0]["fabric resumed"]

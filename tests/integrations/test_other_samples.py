@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from spdl_torch import DataLoader
+from tests.integrations import quick
+from tests.tiers import sampled
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -36,12 +38,14 @@ def arrays(tmp_path_factory):
     return folder
 
 
+@quick
 @pytest.mark.parametrize(
     ("kind", "file"),
     [("Mapped", "samples.npy"), ("Hdf5", "samples.h5"), ("Hdf5Chunks", "samples.h5")],
 )
-@pytest.mark.parametrize("worker_method", ["thread", "multiprocessing"])
-def test_a_file_of_arrays_is_read_by_several_workers(arrays, kind, file, worker_method):
+@pytest.mark.parametrize("worker_method", sampled(["thread", "multiprocessing"], 2))
+def test_workers_read_a_file_of_arrays(arrays, kind, file, worker_method):
+    """Several workers read a file of arrays."""
     dataset = getattr(example("hdf5_and_memmap"), kind)(arrays / file)
     expected = example("hdf5_and_memmap").Mapped(arrays / "samples.npy")
     loader = DataLoader(dataset, batch_size=100, num_workers=2, worker_method=worker_method)
@@ -78,7 +82,8 @@ def test_ranks_and_workers_share_the_shards(shards, num_ranks, num_workers):
         assert len(keys) == len(set(keys)) == NUM_SHARDS * NUM_SAMPLES_EACH
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@quick
+@pytest.mark.parametrize("num_workers", sampled([2, 0], 2))
 def test_shards_go_on_after_any_batch(shards, num_workers):
     expected = keys_of(loader_of(shards, num_workers=num_workers))
     loader = loader_of(shards, num_workers=num_workers)
@@ -91,7 +96,8 @@ def test_shards_go_on_after_any_batch(shards, num_workers):
     assert before == expected
 
 
-def test_what_was_delivered_of_a_shard_is_not_read_again(shards, tmp_path):
+def test_delivered_samples_are_not_read_again(shards, tmp_path):
+    """The delivered part of a shard is not read again after a resume."""
     path = tmp_path / "shard.tar"
     path.write_bytes(shards[0].read_bytes())
     loader = loader_of([path], num_workers=1)
@@ -112,14 +118,16 @@ def test_what_was_delivered_of_a_shard_is_not_read_again(shards, tmp_path):
 # -- text -----------------------------------------------------------------------------------------
 
 
-def test_a_tokeniser_of_known_pieces_loses_no_letter():
+def test_tokeniser_loses_no_letter():
+    """The tokeniser of the example loses no letter."""
     tokenise = example("tokenise_text").Tokeniser()
     pieces = {number: piece for piece, number in tokenise.ids.items()}
     text = example("tokenise_text").Texts(1).load(0)
     assert "".join(pieces[number] for number in tokenise(text)) == text.replace(" ", "")
 
 
-def test_texts_of_different_lengths_are_padded_in_their_order():
+def test_texts_are_padded_in_order():
+    """Texts of different lengths are padded, in their order."""
     texts = example("tokenise_text").Texts(20)
     loader = DataLoader(texts, batch_size=8, num_workers=2)
     rows = [row[row > 0].tolist() for batch in loader for row in batch]

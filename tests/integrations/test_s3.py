@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import socket
 import struct
 import subprocess
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 from spdl_torch import DataLoader, RetryLoad, StagedDataset
+from tests.integrations import quick
 
 obstore = pytest.importorskip("obstore")
-pytest.importorskip("moto.server")
+if importlib.util.find_spec("moto") is None:  # It takes seconds to import.
+    pytest.skip("needs moto", allow_module_level=True)
 
 from obstore.exceptions import GenericError  # noqa: E402 (not before it is known to be there)
 from obstore.store import S3Store  # noqa: E402
@@ -54,7 +57,7 @@ class Network:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
 
-    def count_anew(self, *, has_faults):
+    def reset(self, *, has_faults):
         self.num_requests = self.num_faults = self.max_in_flight = 0
         self.has_faults = has_faults
 
@@ -162,7 +165,7 @@ def store_at(port):
 
 
 class Objects(StagedDataset):
-    """Gives the number of each object, if its content is right."""
+    """A sample is the number of an object, if its content is right."""
 
     def __init__(self, store, size=NUM_OBJECTS):
         self.store, self.size = store, size
@@ -209,8 +212,10 @@ def loader_of(dataset, **arguments):
     return DataLoader(dataset, batch_size=16, shuffle=True, num_workers=2, **arguments)
 
 
-def test_what_the_network_drops_is_asked_for_again_and_comes_once_and_intact(network):
-    network.count_anew(has_faults=True)
+@quick
+def test_dropped_requests_are_retried(network):
+    """A request that the network drops is sent again; each object comes once and intact."""
+    network.reset(has_faults=True)
     loader = loader_of(
         Objects(store_at(network.port)),
         num_io_workers=NUM_REQUESTS,
@@ -218,14 +223,15 @@ def test_what_the_network_drops_is_asked_for_again_and_comes_once_and_intact(net
     )
     got = torch.cat(list(loader))
     assert sorted(got.tolist()) == list(range(NUM_OBJECTS))
-    # One request for each object and for each fault, and nothing that nobody has counted.
+    # One request for each object and for each fault, and no others.
     assert network.num_faults >= 20
     assert loader.num_retries == loader.stats().num_retries == network.num_faults
     assert network.num_requests == NUM_OBJECTS + network.num_faults
 
 
-def test_all_io_workers_have_a_request_in_flight(network):
-    network.count_anew(has_faults=False)
+def test_all_io_workers_send_requests(network):
+    """All IO workers have a request in flight."""
+    network.reset(has_faults=False)
     loader = loader_of(Objects(store_at(network.port)), num_io_workers=NUM_REQUESTS)
     started = time.perf_counter()
     assert sum(len(batch) for batch in loader) == NUM_OBJECTS
@@ -233,7 +239,7 @@ def test_all_io_workers_have_a_request_in_flight(network):
     assert network.max_in_flight == NUM_REQUESTS
 
     # One after the other, each takes the latency at least.
-    network.count_anew(has_faults=False)
+    network.reset(has_faults=False)
     few = loader_of(Objects(store_at(network.port), 32), num_io_workers=1)
     started = time.perf_counter()
     assert sum(len(batch) for batch in few) == 32
@@ -243,15 +249,17 @@ def test_all_io_workers_have_a_request_in_flight(network):
     assert seconds_each < seconds_one_by_one / 3
 
 
-def test_a_batch_may_be_fetched_in_one_call(network):
-    network.count_anew(has_faults=False)
+def test_batch_is_fetched_in_one_call(network):
+    """load_many fetches a batch in one call."""
+    network.reset(has_faults=False)
     loader = loader_of(ObjectsByBatch(store_at(network.port), 64), num_io_workers=4)
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(64))
     assert network.max_in_flight > 16
 
 
-def test_near_records_of_a_batch_come_in_one_request(network):
-    network.count_anew(has_faults=False)
+def test_near_records_share_a_request(network):
+    """Near records of a batch come in one request."""
+    network.reset(has_faults=False)
     loader = loader_of(Records(store_at(network.port), NUM_RECORDS), num_io_workers=4)
     records = torch.cat(list(loader))
     assert (records == records[:, :1]).all()  # Each is whole, and of one kind.
@@ -259,8 +267,9 @@ def test_near_records_of_a_batch_come_in_one_request(network):
     assert network.num_requests == len(loader) == NUM_RECORDS / 16
 
 
-def test_an_object_that_is_not_there_is_an_error_at_once(network):
-    network.count_anew(has_faults=False)
+def test_missing_object_is_not_retried(network):
+    """An object that does not exist is an error at once."""
+    network.reset(has_faults=False)
     missing = Objects(store_at(network.port), NUM_OBJECTS + 1)
     loader = DataLoader(
         missing,

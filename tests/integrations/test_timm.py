@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 
 from spdl_torch import DataLoader
 from tests.conftest import own_thread_names
+from tests.integrations import quick
 
 SIZE = 20
 
@@ -67,14 +68,17 @@ def created(timm, photos, **arguments):
     return timm.data.create_loader(dataset, 32, device=torch.device("cpu"), **arguments)
 
 
-def test_evaluation_gives_the_same_batches_as_timms_loader(timm, photos):
+def test_evaluation_equals_timms_loader(timm, photos):
+    """Evaluation has the batches of timm's loader."""
     theirs = created(timm, photos, use_prefetcher=False)
     for ours, expected in zip(like(theirs), theirs, strict=True):
         assert torch.equal(ours[0], expected[0])
         assert torch.equal(ours[1], expected[1])
 
 
-def test_timm_normalises_and_erases_what_our_loader_gives_its_prefetcher(timm, photos):
+@quick
+def test_prefetcher_takes_our_loader(timm, photos):
+    """timm's prefetcher normalises and erases the batches of our loader."""
     prefetching = created(timm, photos)
     expected = list(prefetching)
     prefetching.loader = like(prefetching.loader)
@@ -90,7 +94,8 @@ def test_timm_normalises_and_erases_what_our_loader_gives_its_prefetcher(timm, p
         assert torch.equal(labels, their_labels)
 
 
-def test_a_model_of_timm_trains_with_mixup_and_augmentation(timm, photos):
+def test_training_with_mixup_and_augmentation(timm, photos):
+    """A model of timm trains with mixup and augmentation."""
     mixup = timm.data.FastCollateMixup(mixup_alpha=0.8, num_classes=2)
     loader = created(
         timm,
@@ -119,7 +124,8 @@ def test_a_model_of_timm_trains_with_mixup_and_augmentation(timm, photos):
     assert own_thread_names() == []
 
 
-def test_a_distributed_sampler_of_timm_is_told_the_epoch(timm, photos):
+def test_set_epoch_reaches_timms_sampler(timm, photos):
+    """set_epoch() reaches a distributed sampler of timm."""
     dataset = timm.data.create_dataset("", root=str(photos), is_training=True)
     dataset.transform = timm.data.create_transform(32, is_training=False)
     sampler = timm.data.distributed_sampler.RepeatAugSampler(

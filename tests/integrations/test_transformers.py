@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler
 from tests.conftest import own_thread_names
-from tests.integrations import run_on_two_processes, write_result
+from tests.integrations import quick, run_on_two_processes, write_result
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -113,7 +113,9 @@ def flat(batches):
 # -- one process ----------------------------------------------------------------------------------
 
 
-def test_threads_load_for_training_evaluation_and_prediction(tmp_path):
+@quick
+def test_threads_load_for_the_trainer(tmp_path):
+    """Worker threads load for training, evaluation and prediction."""
     trainer = make_trainer(tmp_path)
     trainer.train()
     assert Counter(flat(trainer.batches[:10])) == Counter(range(20))
@@ -130,7 +132,8 @@ def test_threads_load_for_training_evaluation_and_prediction(tmp_path):
 
 
 @pytest.mark.parametrize("loader", ["train", "eval", "test"])
-def test_the_loaders_have_the_arguments_of_both(tmp_path, loader):
+def test_loaders_have_all_arguments(tmp_path, loader):
+    """The loaders have the Trainer's arguments and ours."""
     trainer = make_trainer(
         tmp_path,
         loader_arguments={"num_io_workers": 5, "seed": 3},
@@ -148,14 +151,18 @@ def test_the_loaders_have_the_arguments_of_both(tmp_path, loader):
     assert (made.prefetch_factor, made.persistent_workers, made.in_order) == (3, True, False)
 
 
-def test_the_arguments_may_be_an_attribute_of_the_class(tmp_path):
+def test_arguments_as_a_class_attribute(tmp_path):
+    """Our arguments may be an attribute of the class."""
+
     class WithMany(MyTrainer):
         loader_arguments = {"num_cpu_workers": 4}  # noqa: RUF012
 
     assert make_trainer(tmp_path, WithMany).get_train_dataloader().num_cpu_workers == 4
 
 
-def test_the_order_and_the_result_are_those_of_torchs_loader(tmp_path):
+def test_training_equals_torchs_loader(tmp_path):
+    """The order and the parameters are those of torch's loader."""
+
     class Theirs(MyTrainer):
         _get_dataloader = Trainer._get_dataloader
 
@@ -169,9 +176,8 @@ def test_the_order_and_the_result_are_those_of_torchs_loader(tmp_path):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("seedable", [True, False])
-def test_a_training_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch(
-    tmp_path, accumulated, seedable
-):
+def test_resume_within_an_epoch(tmp_path, accumulated, seedable):
+    """A training resumes from a checkpoint in the middle of an epoch."""
     arguments = {
         "accelerator_config": {"use_seedable_sampler": seedable},
         "gradient_accumulation_steps": accumulated,
@@ -193,7 +199,8 @@ def test_a_training_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch(
     assert own_thread_names() == []
 
 
-def test_a_training_on_an_iterable_dataset_goes_on_from_a_checkpoint(tmp_path):
+def test_resume_an_iterable_dataset(tmp_path):
+    """A training on an iterable dataset resumes from a checkpoint."""
     arguments = {"save_steps": 3, "save_strategy": "steps", "max_steps": 8}
     arguments["dataloader_num_workers"] = 1
     first = make_trainer(tmp_path, dataset=Stream(Texts()), **arguments)
@@ -203,7 +210,8 @@ def test_a_training_on_an_iterable_dataset_goes_on_from_a_checkpoint(tmp_path):
     assert second.batches == first.batches[3:]
 
 
-def test_seeding_the_workers_leaves_the_generators_of_the_training_loop_alone(tmp_path):
+def test_seeding_workers_spares_the_loop(tmp_path):
+    """Seeding the workers leaves the RNGs of the training loop alone."""
     loader = make_trainer(tmp_path, dataloader_num_workers=3).get_train_dataloader()
     assert loader.worker_init_fn.func.__name__ == "seed_worker"
     iterator = iter(loader.base_dataloader)
@@ -251,13 +259,15 @@ def ranks(tmp_path_factory):
     return run_on_two_processes(__file__, tmp_path_factory.mktemp("transformers"))
 
 
-def test_two_processes_train_on_each_sample_once(ranks):
+def test_two_processes_share_the_samples(ranks):
+    """Two processes train on each sample once."""
     for epoch in (0, 1):
         batches = flat(rank["batches"][5 * epoch :][:5] for rank in ranks)
         assert Counter(flat(batches)) == Counter(range(20))
 
 
-def test_two_processes_go_on_from_a_checkpoint(ranks):
+def test_two_processes_resume(ranks):
+    """Two processes resume from a checkpoint."""
     for rank in ranks:
         assert rank["after"] == rank["batches"][3:]
         assert rank["names"]
@@ -269,7 +279,8 @@ def test_two_processes_predict_each_sample_once(ranks):
     assert [rank["num_predictions"] for rank in ranks] == [7, 7]
 
 
-def test_a_sampler_that_is_distributed_already_is_refused(ranks):
+def test_distributed_sampler_is_refused(ranks):
+    """A sampler that is distributed already is refused."""
     for rank in ranks:
         assert "the DistributedRandomSampler of this DataLoader" in rank["refused"]
 

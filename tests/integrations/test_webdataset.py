@@ -8,6 +8,8 @@ import pytest
 import torch.utils.data
 
 from spdl_torch import DataLoader
+from tests.integrations import quick
+from tests.tiers import sampled
 
 wds = pytest.importorskip("webdataset")
 
@@ -42,8 +44,10 @@ def all_of(batches):
     return sorted(chain.from_iterable(batches))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_the_batches_are_those_of_torchs_loader(shards, num_workers):
+@quick
+@pytest.mark.parametrize("num_workers", sampled([2, 1, 0], 3))
+def test_batches_equal_those_of_torch(shards, num_workers):
+    """The batches are those of torch's loader."""
     arguments = {"batch_size": 4, "num_workers": num_workers}
     theirs = torch.utils.data.DataLoader(numbers(shards), **arguments)
     got = values(DataLoader(numbers(shards), **arguments))
@@ -57,7 +61,8 @@ def test_the_workers_read_other_shards(shards):
     assert {n // SHARD_SIZE % 2 for n in second[0].tolist()} == {1}
 
 
-def test_batches_that_the_dataset_makes_come_as_they_are(shards):
+def test_batches_of_the_dataset_are_kept(shards):
+    """Batches that the dataset makes are delivered as they are."""
     batched = numbers(shards).shuffle(50).batched(5)
     got = values(DataLoader(batched, batch_size=None, num_workers=2))
     assert {len(batch) for batch in got} == {5}
@@ -75,7 +80,9 @@ def test_their_handler_skips_bad_samples(shards):
     assert all_of(got) == [n for n in range(SIZE) if n != 15]
 
 
-def test_a_broken_off_epoch_goes_on(shards):
+@quick
+def test_resume_a_webdataset(shards):
+    """An epoch that was left early resumes from its state."""
     arguments = {"batch_size": 4, "num_workers": 2}
     expected = values(DataLoader(numbers(shards), **arguments))
     loader = DataLoader(numbers(shards), **arguments)

@@ -7,7 +7,7 @@ from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._device import transfer
 from ._profiling import CachedLoader, Profile
-from ._randomness import sample_rng
+from ._random import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
 from ._stats import LoaderStats, LoopStats, StageStats
 from ._verdict import Verdict

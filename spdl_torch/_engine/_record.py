@@ -97,6 +97,10 @@ class PendingBatch:
         """Nobody waits for this batch any more."""
         return self.signal.is_closed
 
+    def pause(self, seconds: float) -> bool:
+        """Let a worker sleep; return true, and sooner, if the epoch is over."""
+        return self.signal.pause(seconds)
+
     def has_shareable_work(self) -> bool:
         return any((work := ref()) is not None and work.is_left() for ref in self.shareable)
 

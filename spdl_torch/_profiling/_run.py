@@ -18,7 +18,7 @@ from .._dataloader import DataLoader
 from .._dataset import Hooks, StagedDataset, finished, hooks_of
 from .._dataset_copy import DatasetCopies
 from .._engine import Lap
-from .._randomness import preserve_global_rng
+from .._random import preserve_global_rng
 from .._stats import LoaderStats
 from ._profile import Headroom, Profile, Scaling, Span
 

@@ -5,6 +5,7 @@ This is the only module that knows torch's private iterators.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,11 +21,10 @@ from torch.utils.data.dataloader import (
 
 from .._device import transfer
 from .._engine import Measurement
-from .._randomness import KeyedIterable, show_dataset
 from .._resume import IterableProgress, MapProgress, Progress
-from .._samples import keyed_collate, keyed_dataset, keyed_draws
+from .._samples import Draws, SampleMaker, SeededIterable, init_process
 from .._settings import LoaderSettings
-from ._source import Delivery, Made
+from ._source import CLOSED, Delivery, Made
 
 __all__ = ["TorchEpoch", "TorchWorkersSource"]
 
@@ -121,17 +121,6 @@ class TorchEpoch(_SeedsOfProgress):
         return self._world_size, self._rank
 
 
-class _Draws:
-    """The progress of a seeded epoch as an index sampler: each draw comes with its keys."""
-
-    def __init__(self, progress: MapProgress, *, batched: bool) -> None:
-        self._progress = progress
-        self._batched = batched
-
-    def __iter__(self) -> Iterator[Any]:
-        return keyed_draws(self._progress, batched=self._batched, is_seeded=True)
-
-
 class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     """torch's iterator over worker processes."""
 
@@ -143,7 +132,7 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     @property
     def _index_sampler(self) -> Any:
         if self._settings.is_seeded and isinstance(self.progress, MapProgress):
-            return _Draws(self.progress, batched=self._settings.batched)
+            return Draws(self.progress, batched=self._settings.batched, is_seeded=True)
         return self.progress
 
     @_index_sampler.setter
@@ -158,13 +147,18 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     def _worker_init_fn(self, worker_init_fn: Any) -> None:
         # torch sets this last of all that it hands to the worker processes.
         if self._settings.is_seeded:
-            worker_init_fn = partial(show_dataset, worker_init_fn)
+            worker_init_fn = partial(init_process, worker_init_fn)
             if isinstance(self.progress, IterableProgress):
                 base_seed, epoch = self.progress.base_seed, self.progress.epoch
-                self._dataset = KeyedIterable(self._dataset, base_seed, epoch)
+                self._dataset = SeededIterable(self._dataset, base_seed, epoch)
             else:
-                self._dataset = keyed_dataset(self._dataset, batched=self._auto_collation)
-                self._collate_fn = keyed_collate(self._collate_fn)
+                self._dataset = SampleMaker(
+                    self._dataset,
+                    self._collate_fn,
+                    batched=self._auto_collation,
+                    policy=self._settings.bad_sample_policy,
+                )
+                self._collate_fn = _unchanged
         self._init_fn_of_workers = worker_init_fn
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
@@ -182,13 +176,17 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
         self._shutdown_workers()
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch  # The dataset of the worker process has made the batch.
+
+
 class TorchWorkersSource:
     """Batches from torch's worker processes."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._workers: _Workers | None = None
-        self._num_delivered = 0
-        self._is_closed = False
+        self._process_id = os.getpid()
+        self._is_over = self._is_closed = False
         device = settings.device
         self.receive: Callable[[Any], Any] | None = None
         if device is not None:
@@ -202,15 +200,12 @@ class TorchWorkersSource:
         return []
 
     @property
-    def processes(self) -> list[Any]:
-        return [] if self._workers is None else self._workers._workers
-
-    @property
     def is_usable(self) -> bool:
-        return not self._is_closed
+        return not self._is_closed and os.getpid() == self._process_id
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         self._num_delivered = 0
+        self._is_over = False
         self.measurement = Measurement("multiprocessing", window=self._window)
         progress.restore_dataset(settings.dataset, has_begun=True)
         if self._workers is None:
@@ -223,14 +218,17 @@ class TorchWorkersSource:
                 self._workers.next_batch()
 
     def next(self) -> Delivery:
+        if self._is_over:
+            raise StopIteration
         if self._is_closed:
-            raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+            raise RuntimeError(CLOSED)
         assert self._workers is not None
         num_received = self._workers.num_received
         batch, failure = None, None
         try:
             batch = self._workers.next_batch()
         except StopIteration:
+            self._is_over = True
             raise
         except Exception as error:
             if self._workers.num_received == num_received:
@@ -242,5 +240,6 @@ class TorchWorkersSource:
 
     def close(self) -> None:
         self._is_closed = True
-        if self._workers is not None:
+        # A forked child has a copy of this, but the processes are not its children.
+        if self._workers is not None and os.getpid() == self._process_id:
             self._workers.close()

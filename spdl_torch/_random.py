@@ -164,24 +164,16 @@ class CurrentRng:
     A worker may make several samples at a time, or one inside another.
     """
 
-    @property
-    def torch_generator(self) -> torch.Generator:
-        return self._rng.torch_generator
+    torch_generator = property(lambda _: _required_rng().torch_generator)
+    numpy_generator = property(lambda _: _required_rng().numpy_generator)
+    random_generator = property(lambda _: _required_rng().random_generator)
 
-    @property
-    def numpy_generator(self) -> np.random.Generator:
-        return self._rng.numpy_generator
 
-    @property
-    def random_generator(self) -> random.Random:
-        return self._rng.random_generator
-
-    @property
-    def _rng(self) -> SampleRng:
-        rng = _current_rng.get()
-        if rng is None:
-            raise RuntimeError("a worker thread has an rng only while it makes a sample.")
-        return rng
+def _required_rng() -> SampleRng:
+    rng = _current_rng.get()
+    if rng is None:
+        raise RuntimeError("a worker thread has an rng only while it makes a sample.")
+    return rng
 
 
 class SampleGenerators(NamedTuple):

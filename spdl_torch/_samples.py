@@ -24,11 +24,11 @@ from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
 __all__ = [
     "CountCursor",
     "Draw",
-    "Draws",
     "Keyed",
     "KeyedHook",
     "SampleMaker",
     "SeededIterable",
+    "draws_of",
     "init_process",
 ]
 
@@ -46,24 +46,17 @@ class Draw(NamedTuple):
     whose numbers are negative. None if the samples draw from torch's global RNG."""
 
 
-class Draws:
-    """The draws of an epoch."""
-
-    def __init__(self, progress: MapProgress, *, batched: bool, is_seeded: bool) -> None:
-        self._progress = progress
-        self._batched = batched
-        self._is_seeded = is_seeded
-
-    def __iter__(self) -> Iterator[Draw]:
-        before: list[Any] = []
-        for number, drawn in enumerate(self._progress):
-            indices = list(drawn) if self._batched else [drawn]
-            keys = None
-            if self._is_seeded:
-                slots = (*range(len(indices)), WorkerCursor.COLLATE, WorkerCursor.WHOLE)
-                keys = [self._progress.sample_key(number, indices, slot) for slot in slots]
-            yield Draw(indices if isinstance(drawn, Iterator) else drawn, indices, before, keys)
-            before = [*indices, *before][:NUM_BEFORE]
+def draws_of(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Iterator[Draw]:
+    """Return an iterator over the draws of an epoch, with RNG keys if there is a seed."""
+    before: list[Any] = []
+    for number, drawn in enumerate(progress):
+        indices = list(drawn) if batched else [drawn]
+        keys = None
+        if is_seeded:
+            slots = (*range(len(indices)), WorkerCursor.COLLATE, WorkerCursor.WHOLE)
+            keys = [progress.sample_key(number, indices, slot) for slot in slots]
+        yield Draw(indices if isinstance(drawn, Iterator) else drawn, indices, before, keys)
+        before = [*indices, *before][:NUM_BEFORE]
 
 
 class SampleMaker(Dataset[Any]):

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, Final
@@ -22,9 +21,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe, TensorDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo, _generate_state
 from torch.utils.data.dataloader import _sharding_worker_init_fn
+from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 from torch.utils.data.graph_settings import apply_random_seed
 
-from ._bad_samples import BadSamplePolicy
 from ._collate import default_collate
 from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
@@ -56,33 +55,23 @@ os.register_at_fork(
 )
 
 
-@dataclass
 class WorkerSetup:
-    """All that a worker thread needs, and nothing that refers to the loader or its iterator."""
+    """All that a worker thread needs, and nothing that refers to the loader or its iterator.
 
-    dataset: Any
-    copies: DatasetCopies | None
-    """Makes each worker's own dataset; None: the workers share the one dataset."""
-    batched: bool
-    drop_last: bool
-    collate_fn: Hook
-    shard: Callable[[int], None] | None
-    """Assigns a worker's datapipe its part of the samples."""
-    worker_init_fn: Callable[[int], None] | None
-    base_seed: int
-    shared_seed: int | None
-    """The seed of the epoch's datapipes."""
-    pin_device: tuple[str, int] | None
-    transfer: Transfer | None
-    bad_sample_policy: BadSamplePolicy
-    progress: Progress
-    """The progress of the epoch that runs now."""
-    num_workers: int = 0
-    """The number of workers of all stages together."""
+    Args:
+        settings: those of the loader.
+        progress: that of the epoch.
+        transfer: copies batches to a device.
+        dataset: the dataset as torch has prepared it.
+        base_seed: the seed of worker 0.
+        shared_seed: the seed of the epoch's datapipes.
+        shard: the number of ranks and the number of this one.
+        pin_device: the type of device that batches are pinned for; None: they are not pinned.
 
-    @classmethod
-    def of(
-        cls,
+    """
+
+    def __init__(
+        self,
         settings: LoaderSettings,
         progress: Progress,
         transfer: Transfer | None,
@@ -92,46 +81,34 @@ class WorkerSetup:
         shared_seed: int | None,
         shard: tuple[int, int],
         pin_device: str | None,
-    ) -> WorkerSetup:
-        """Return the setup for an epoch.
-
-        Args:
-            settings: those of the loader.
-            progress: that of the epoch.
-            transfer: copies the batches to a device.
-            dataset: the dataset as torch prepares it.
-            base_seed: the seed of worker 0.
-            shared_seed: the seed of the epoch's datapipes.
-            shard: the number of ranks and the number of this one.
-            pin_device: the kind of device that batches are pinned for; None: they are not pinned.
-
-        """
+    ) -> None:
+        self.dataset = dataset
+        self.batched = settings.batched
+        self.worker_init_fn = settings.worker_init_fn
+        self.bad_sample_policy = settings.bad_sample_policy
+        self.num_workers = settings.num_workers
+        """The number of workers of all stages together."""
+        self.progress = progress
+        """The progress of the epoch that runs now."""
+        self.shared_seed = shared_seed
+        self.transfer = transfer
+        self._base_seed = base_seed
+        self._drop_last = settings.drop_last
+        self._shard = shard if settings.is_datapipe else None
         # An iterator's state is often in the dataset, and a datapipe's shard always is: those are
         # copied for each worker, as they are for worker processes.
-        copies = None
+        self._copies: DatasetCopies | None = None
         if settings.is_iterable or settings.is_datapipe or settings.copy_dataset:
-            copies = DatasetCopies(dataset, or_shallow=not settings.copy_dataset)
-        pinned = None
+            # torch's wrapper of a datapipe pickles by itself, in a way that shares no objects.
+            inner = dataset._datapipe if _is_wrapped(dataset) else dataset
+            self._copies = DatasetCopies(inner, or_shallow=not settings.copy_dataset)
+        self._pin_device: tuple[str, int] | None = None
         if pin_device is not None and transfer is None:
-            pinned = (pin_device, torch.accelerator.current_device_index())
-        collate_fn = settings.collate_fn
-        if collate_fn is torch.utils.data.default_collate:
-            collate_fn = default_collate if pinned is None else _collate_into_pinned
-        return cls(
-            dataset=dataset,
-            copies=copies,
-            batched=settings.batched,
-            drop_last=settings.drop_last,
-            collate_fn=collate_fn,
-            shard=partial(_sharding_worker_init_fn, None, *shard) if settings.is_datapipe else None,
-            worker_init_fn=settings.worker_init_fn,
-            base_seed=base_seed,
-            shared_seed=shared_seed,
-            pin_device=pinned,
-            transfer=transfer,
-            bad_sample_policy=settings.bad_sample_policy,
-            progress=progress,
-        )
+            self._pin_device = (pin_device, torch.accelerator.current_device_index())
+        self._collate_fn = settings.collate_fn
+        if self._collate_fn is torch.utils.data.default_collate:
+            pinned = self._pin_device is not None
+            self._collate_fn = _collate_into_pinned if pinned else default_collate
 
     def hooks_of(self, dataset: Any) -> Hooks:
         # If a hook for a whole batch fails, it is not known which sample is the bad one.
@@ -140,26 +117,29 @@ class WorkerSetup:
     def _enter(self, worker_id: int) -> Any:
         """Make the calling thread a worker, and return its dataset."""
         _use_one_intra_op_thread()
-        if self.pin_device is not None:
-            torch.accelerator.set_device_index(self.pin_device[1])
+        if self._pin_device is not None:
+            torch.accelerator.set_device_index(self._pin_device[1])
         if self.transfer is not None:
             self.transfer.enter()
-        dataset = self.dataset if self.copies is None else self.copies.make()
+        dataset = self.dataset
+        if self._copies is not None:
+            inner = self._copies.make()
+            dataset = type(dataset)(inner) if _is_wrapped(dataset) else inner
         set_worker_info(
             WorkerInfo(
                 id=worker_id,
                 num_workers=self.num_workers,
-                seed=self.base_seed + worker_id,
+                seed=self._base_seed + worker_id,
                 dataset=dataset,
                 rng=CurrentRng(),  # type: ignore[arg-type]
                 worker_method="thread",
             )
         )
-        if self.shard is not None:
-            with datapipe_graph_lock(dataset):
-                self.shard(worker_id)
+        if self._shard is not None:
+            with _datapipe_graphs:
+                _sharding_worker_init_fn(None, *self._shard, worker_id)
         if self.worker_init_fn is not None:
-            _seed_as_worker_process(self.base_seed, worker_id)
+            _seed_as_worker_process(self._base_seed, worker_id)
             of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
 
@@ -196,7 +176,7 @@ class WorkerSetup:
         dataset = self._enter(worker_id)
         preprocess, collate = self.hooks_of(dataset).preprocess, self._collate_of(dataset)
         mode = None
-        if not _draws_nothing(preprocess) or self.collate_fn is not default_collate:
+        if not _draws_nothing(preprocess) or self._collate_fn is not default_collate:
             mode = _mode_at(_SlotCursor(self, cursor, PREPROCESS))
         cursor.task_context = _Marked("preprocess", mode, cursor)
         return preprocess, collate if self.batched else partial(_collate_only, collate)
@@ -242,7 +222,7 @@ class WorkerSetup:
                 )
         progress = self._iterable_progress
         reader = progress.open(
-            dataset, worker_id, batched=self.batched, drop_last=self.drop_last, count=count
+            dataset, worker_id, batched=self.batched, drop_last=self._drop_last, count=count
         )
 
         def draw(batch: PendingBatch) -> Any:
@@ -280,10 +260,14 @@ class WorkerSetup:
         return partial(_call_in, _Marked("transfer"), self.transfer.send)
 
     def _collate_of(self, dataset: Any) -> Hook:
-        collate = of_copy(self.collate_fn, self.dataset, dataset)
+        collate = of_copy(self._collate_fn, self.dataset, dataset)
         if self.transfer is not None:
             return collate_for(self.transfer, collate)
-        return collate if self.pin_device is None else collate_pinned(collate, self.pin_device[0])
+        return collate if self._pin_device is None else collate_pinned(collate, self._pin_device[0])
+
+
+def _is_wrapped(dataset: Any) -> bool:
+    return isinstance(dataset, _DataPipeSerializationWrapper)
 
 
 def _use_one_intra_op_thread() -> None:
@@ -366,21 +350,19 @@ def _task_context(
     return _Marked("load", rng) if profiler_runs() else rng
 
 
-_OPCODES_WITHOUT_CALLS: Final = frozenset(
-    {
-        "BINARY_OP",
-        "BINARY_SUBSCR",
-        "BUILD_TUPLE",
-        "LOAD_ATTR",
-        "LOAD_CONST",
-        "LOAD_FAST",
-        "LOAD_FAST_BORROW",
-        "LOAD_FAST_BORROW_LOAD_FAST_BORROW",
-        "LOAD_FAST_LOAD_FAST",
-        "RESUME",
-        "RETURN_VALUE",
-    }
-)
+_OPCODES_WITHOUT_CALLS: Final = {
+    "BINARY_OP",
+    "BINARY_SUBSCR",
+    "BUILD_TUPLE",
+    "LOAD_ATTR",
+    "LOAD_CONST",
+    "LOAD_FAST",
+    "LOAD_FAST_BORROW",
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW",
+    "LOAD_FAST_LOAD_FAST",
+    "RESUME",
+    "RETURN_VALUE",
+}
 
 
 def _draws_nothing(hook: Hook | None) -> bool:

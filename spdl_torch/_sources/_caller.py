@@ -14,7 +14,7 @@ from .._device import Transfer
 from .._engine import Measurement
 from .._random import SampleRng, SampleRngMode, preserve_global_rng, restore_current_rng
 from .._resume import IterableProgress, MapProgress, Progress
-from .._samples import CountCursor, Draws, SampleMaker
+from .._samples import CountCursor, SampleMaker, draws_of
 from .._settings import LoaderSettings
 from .._worker import collate_for, collate_pinned
 from ._source import CLOSED, Delivery, Made, not_stop_iteration
@@ -71,7 +71,7 @@ class CallerSource:
         make_batch: Callable[[Any], Any] = partial(_make_batch, dataset, collate, settings.batched)
         if settings.is_seeded or policy.replaces or policy.retries:
             batched, is_seeded = settings.batched, settings.is_seeded
-            self._draws = iter(Draws(progress, batched=batched, is_seeded=is_seeded))
+            self._draws = draws_of(progress, batched=batched, is_seeded=is_seeded)
             make_batch = SampleMaker(dataset, collate, batched=batched, policy=policy).__getitem__
 
         def make(drawn: Any) -> Delivery:

@@ -88,7 +88,7 @@ class ThreadSource:
         self._timeout_seconds = settings.timeout
         # Before the dataset is copied for the workers.
         progress.restore_dataset(self._dataset, has_begun=True)
-        self._worker_setup = WorkerSetup.of(
+        self._worker_setup = WorkerSetup(
             settings,
             progress,
             self._transfer,

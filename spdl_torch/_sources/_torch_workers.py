@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import (
 from .._device import transfer
 from .._engine import Measurement
 from .._resume import IterableProgress, MapProgress, Progress
-from .._samples import Draws, SampleMaker, SeededIterable, init_process
+from .._samples import SampleMaker, SeededIterable, draws_of, init_process
 from .._settings import LoaderSettings
 from ._source import CLOSED, Delivery, Made
 
@@ -132,7 +132,7 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     @property
     def _index_sampler(self) -> Any:
         if self._settings.is_seeded and isinstance(self.progress, MapProgress):
-            return Draws(self.progress, batched=self._settings.batched, is_seeded=True)
+            return draws_of(self.progress, batched=self._settings.batched, is_seeded=True)
         return self.progress
 
     @_index_sampler.setter

@@ -60,7 +60,10 @@ class ReplaceBadSamples:
     the same in every run, and batches keep their size. Every bad sample is recorded once, in
     `DataLoader.bad_samples`.
 
-        loader = DataLoader(dataset, on_error=ReplaceBadSamples(max_count=100, log="bad.jsonl"))
+    >>> from spdl_torch import DataLoader, ReplaceBadSamples
+    >>> loader = DataLoader(range(4), batch_size=2, on_error=ReplaceBadSamples(max_count=1))
+    >>> [batch.tolist() for batch in loader], loader.bad_samples
+    ([[0, 1], [2, 3]], ())
 
     Args:
         max_fraction: how many samples may be bad, as a fraction of the dataset. One sample of a
@@ -90,7 +93,11 @@ class ReplaceBadSamples:
 class RetryLoad:
     """Call a dataset's `load` again when it raises, for storage behind a network.
 
-        loader = DataLoader(dataset, on_error=[RetryLoad(attempts=5), ReplaceBadSamples()])
+    >>> from spdl_torch import DataLoader, RetryLoad, StagedDataset
+    >>> dataset = StagedDataset.from_functions(["cat", "tiger"], load=len)
+    >>> loader = DataLoader(dataset, batch_size=2, on_error=RetryLoad(attempts=5))
+    >>> [batch.tolist() for batch in loader], loader.num_retries
+    ([[3, 5]], 0)
 
     Args:
         attempts: how often to call it, the first time included.

@@ -190,6 +190,13 @@ def sample_rng() -> SampleGenerators:
     call to call and are seeded again for the next sample. Where no sample is known, as in torch's
     own loader or with `num_workers=0` and no `seed`, each call returns new generators, seeded from
     torch's global RNG.
+
+    >>> from spdl_torch import DataLoader, StagedDataset, sample_rng
+    >>> load = lambda index: sample_rng().random.random()
+    >>> dataset = StagedDataset.from_functions(range(3), load=load)
+    >>> first, second = (list(DataLoader(dataset, seed=5, num_workers=n)) for n in (0, 2))
+    >>> first == second
+    True
     """
     rng = _current_rng.get()
     if rng is not None:

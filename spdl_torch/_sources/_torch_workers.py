@@ -127,6 +127,7 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
         self.progress = progress
         self._settings = settings
+        self._process_id = os.getpid()
         super().__init__(_LoaderView(settings, progress))
 
     @property
@@ -172,6 +173,16 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     def num_received(self) -> int:
         return int(self._rcvd_idx)
 
+    @property
+    def is_in_parent(self) -> bool:
+        return os.getpid() == self._process_id
+
+    def _shutdown_workers(self) -> None:
+        # Also called by torch's finaliser. A forked child has a copy of this object, and must not
+        # end the workers of its parent.
+        if self.is_in_parent:
+            super()._shutdown_workers()
+
     def close(self) -> None:
         self._shutdown_workers()
 
@@ -185,7 +196,6 @@ class TorchWorkersSource:
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._workers: _Workers | None = None
-        self._process_id = os.getpid()
         self._is_over = self._is_closed = False
         device = settings.device
         self.receive: Callable[[Any], Any] | None = None
@@ -201,7 +211,7 @@ class TorchWorkersSource:
 
     @property
     def is_usable(self) -> bool:
-        return not self._is_closed and os.getpid() == self._process_id
+        return not self._is_closed and (self._workers is None or self._workers.is_in_parent)
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         self._num_delivered = 0
@@ -240,6 +250,5 @@ class TorchWorkersSource:
 
     def close(self) -> None:
         self._is_closed = True
-        # A forked child has a copy of this, but the processes are not its children.
-        if self._workers is not None and os.getpid() == self._process_id:
+        if self._workers is not None:
             self._workers.close()

@@ -329,7 +329,13 @@ class Rows(Dataset):
 
 
 class DrawingProperty(Rows):
-    rows = property(lambda _: DrawingRows(), lambda *_: None)
+    @property
+    def rows(self):
+        return DrawingRows()
+
+    @rows.setter
+    def rows(self, rows):
+        vars(self)["rows"] = rows
 
 
 class DrawingLookup(Rows):

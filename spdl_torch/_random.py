@@ -172,7 +172,10 @@ class CurrentRng:
 def _required_rng() -> SampleRng:
     rng = _current_rng.get()
     if rng is None:
-        raise RuntimeError("a worker thread has an rng only while it makes a sample.")
+        raise RuntimeError(
+            "get_worker_info().rng is there only while a sample is being made. Draw in the hooks "
+            "of the dataset, or from a torch.Generator() of your own."
+        )
     return rng
 
 

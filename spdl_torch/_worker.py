@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
 import os
 import random
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 from torch.utils.data import IterDataPipe, MapDataPipe, TensorDataset
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo, _generate_state
 from torch.utils.data.dataloader import _sharding_worker_init_fn
@@ -176,7 +178,7 @@ class WorkerSetup:
         dataset = self._enter(worker_id)
         preprocess, collate = self.hooks_of(dataset).preprocess, self._collate_of(dataset)
         mode = None
-        if not _draws_nothing(preprocess) or self._collate_fn is not default_collate:
+        if not (_draws_nothing(preprocess) and _is_torchs(self._collate_fn)):
             mode = _mode_at(_SlotCursor(self, cursor, PREPROCESS))
         cursor.task_context = _Marked("preprocess", mode, cursor)
         return preprocess, collate if self.batched else partial(_collate_only, collate)
@@ -378,10 +380,17 @@ def _draws_nothing(hook: Hook | None) -> bool:
     lookup: Any = type(dataset).__getattribute__
     if type(hook) is not MethodType or lookup is not object.__getattribute__:
         return False
-    code, attributes = hook.__code__, getattr(dataset, "__dict__", {})
+    code = hook.__code__
     return {op.opname for op in dis.get_instructions(code)} <= _OPCODES_WITHOUT_CALLS and all(
-        type(attributes.get(name)) is torch.Tensor and not hasattr(type(dataset), name)
-        for name in code.co_names
+        type(inspect.getattr_static(dataset, name, None)) is torch.Tensor for name in code.co_names
+    )
+
+
+def _is_torchs(collate: Hook) -> bool:
+    """Return whether a collate function runs code of torch alone, none of which draws."""
+    return collate is default_collate and all(
+        getattr(function, "__module__", None) == torch_collate.__name__
+        for function in torch_collate.default_collate_fn_map.values()  # Users may add to it.
     )
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision.transforms import v2
 
 from spdl_torch import DataLoader, DistributedRandomSampler, StagedDataset
@@ -356,6 +357,21 @@ class DrawingLookup(Rows):
 def test_indexing_may_draw_per_sample(dataset):
     """A dataset that only indexes one of its attributes may draw by that."""
     before = torch.get_rng_state()
+    values = drawn(loader_of(dataset, num_workers=8))
+    assert len({value for _, value in values}) == SIZE
+    assert drawn(loader_of(dataset, num_workers=1)) == values
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_registered_collate_functions_draw_per_batch(monkeypatch):
+    """A function that a user adds to torch's collate map draws from the RNG of the batch."""
+
+    def collate(samples, **_):
+        return torch.stack(samples).long(), torch.rand(len(samples))
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate)
+    before = torch.get_rng_state()
+    dataset = Rows(torch.arange(SIZE))
     values = drawn(loader_of(dataset, num_workers=8))
     assert len({value for _, value in values}) == SIZE
     assert drawn(loader_of(dataset, num_workers=1)) == values

@@ -14,6 +14,8 @@ from math import floor
 from pathlib import Path
 from typing import Any, Final
 
+from ._random import restart_sample
+
 __all__ = [
     "BadSample",
     "BadSamplePolicy",
@@ -205,16 +207,12 @@ class BadSamplePolicy:
         )
 
     def retried(
-        self,
-        load: Callable[[Any], Any],
-        before_again: Callable[[], None],
-        sleep: Callable[[float], object] = time.sleep,
+        self, load: Callable[[Any], Any], sleep: Callable[[float], object] = time.sleep
     ) -> Callable[[Any], Any]:
         """Return a load function that calls `load` again if it raises.
 
         Args:
             load: the function.
-            before_again: called before each further attempt.
             sleep: waits so many seconds; returns true if the sample is no longer needed.
 
         """
@@ -230,13 +228,13 @@ class BadSamplePolicy:
                     if sleep(pause):
                         raise
                     self._count_retry()
-                before_again()
+                restart_sample()
             return load(drawn)
 
         return load_again
 
     def retried_async(
-        self, load: Callable[[Any], Awaitable[Any]], before_again: Callable[[], None]
+        self, load: Callable[[Any], Awaitable[Any]]
     ) -> Callable[[Any], Awaitable[Any]]:
         """Return an asynchronous load function that calls `load` again if it raises."""
         if self._retry is None:
@@ -250,7 +248,7 @@ class BadSamplePolicy:
                 except retry.exceptions:
                     self._count_retry()
                 await asyncio.sleep(pause)
-                before_again()
+                restart_sample()
             return await load(drawn)
 
         return load_again

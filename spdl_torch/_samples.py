@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from ._bad_samples import BadSamplePolicy, substitutes
 from ._dataset import Hooks, finished, hooks_of
 from ._engine import NUM_BEFORE, WorkerCursor, check_count
-from ._random import Key, KeyCursor, SampleRng, SampleRngMode, restart_sample
+from ._random import Key, KeyCursor, SampleRng, SampleRngMode
 from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
 
 __all__ = [
@@ -159,7 +159,7 @@ class SampleMaker(Dataset[Any]):
     def _load(self) -> Callable[[Any], Any]:
         load = self._hooks.load
         assert load is not None
-        return self._policy.retried(partial(_finished_load, load), restart_sample)
+        return self._policy.retried(partial(_finished_load, load))
 
     def _move_to(self, draw: Draw, slot: int, stage: int) -> None:
         if draw.keys is not None:

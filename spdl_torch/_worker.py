@@ -31,7 +31,7 @@ from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
 from ._engine import PendingBatch, WorkerCursor
-from ._random import CurrentRng, Cursor, Key, SampleRng, SampleRngMode, restart_sample, use_rng
+from ._random import CurrentRng, Cursor, Key, SampleRng, SampleRngMode, use_rng
 from ._resume import LOAD, PREPROCESS, IterableProgress, MapProgress, Progress, SampleCount
 from ._samples import CountCursor, Keyed
 from ._settings import LoaderSettings
@@ -158,7 +158,7 @@ class WorkerSetup:
             assert cursor.batch is not None
             return cursor.batch.pause(seconds)
 
-        return self.bad_sample_policy.retried(load, restart_sample, pause), None
+        return self.bad_sample_policy.retried(load, pause), None
 
     def async_load_worker(
         self, worker_id: int
@@ -170,8 +170,11 @@ class WorkerSetup:
         """
         load = self.hooks_of(self._enter(worker_id)).load
         assert load is not None
-        load = self.bad_sample_policy.retried_async(load, restart_sample)
-        return load, partial(_task_context, self), SampleRngMode()
+        return (
+            self.bad_sample_policy.retried_async(load),
+            partial(_task_context, self),
+            SampleRngMode(),
+        )
 
     def preprocess_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook | None, Hook]:
         """Make the calling thread a worker of the last stage; return its hook and its collate."""

@@ -9,7 +9,7 @@ from ._device import transfer
 from ._engine import Span, StageStats
 from ._loop_stats import LoopStats
 from ._profiling import CachedLoader, Headroom, Profile, Scaling
-from ._randomness import sample_rng
+from ._random import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
 from ._stats import LoaderStats
 from ._verdict import Verdict

@@ -1,4 +1,4 @@
-"""What to do about samples that cannot be made."""
+"""Policies for samples that cannot be made: replace them, or load them again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from math import floor
 from pathlib import Path
 from typing import Any, Final
+
+from ._random import restart_sample
 
 __all__ = [
     "BadSample",
@@ -37,36 +39,38 @@ class BadSample:
     path: str | None
     """Its file, if that is known."""
     stage: str
-    """Where it failed."""
+    """The stage in which it failed."""
     error: str
     """The exception's type and text."""
 
     def __str__(self) -> str:
-        name = (
-            f"sample {self.index!r}"
-            if self.path is None
-            else f"sample {self.index!r} ({self.path})"
-        )
-        return f"{name} in the {self.stage} stage: {self.error}"
+        path = "" if self.path is None else f" ({self.path})"
+        return f"sample {self.index!r}{path} in the {self.stage} stage: {self.error}"
 
 
 class TooManyBadSamples(RuntimeError):  # noqa: N818 (says what happened)
     """More samples could not be made than `ReplaceBadSamples` allows."""
 
-    __module__ = "spdl_torch"  # Where who catches it finds it.
+    __module__ = "spdl_torch"
 
 
 @dataclass(frozen=True)
 class ReplaceBadSamples:
-    """Put another sample in the place of one that cannot be made.
+    """Replace a sample that cannot be made by another one.
 
-    The other is the next one of the same batch that can be made, so the sampler has drawn it, it is
-    the same in every run, and batches keep their size. Every bad sample is recorded once.
+    The other is the next sample of the same batch that can be made: the sampler has drawn it, it is
+    the same in every run, and batches keep their size. Every bad sample is recorded once, in
+    `DataLoader.bad_samples`.
+
+    >>> from spdl_torch import DataLoader, ReplaceBadSamples
+    >>> loader = DataLoader(range(4), batch_size=2, on_error=ReplaceBadSamples(max_count=1))
+    >>> [batch.tolist() for batch in loader], loader.bad_samples
+    ([[0, 1], [2, 3]], ())
 
     Args:
-        max_fraction: how many samples may be bad, as a fraction of the dataset's; of a small one,
-            one sample may be bad unless this is 0.
-        max_count: how many samples may be bad. The lesser of the two counts.
+        max_fraction: how many samples may be bad, as a fraction of the dataset. One sample of a
+            small dataset may be bad unless this is 0.
+        max_count: how many samples may be bad. The lower of the two limits applies.
         log: a file to which one line of JSON is added for each bad sample.
 
     """
@@ -89,12 +93,18 @@ class ReplaceBadSamples:
 
 @dataclass(frozen=True)
 class RetryLoad:
-    """Call a dataset's `load` again when it raises, as storage behind a network may.
+    """Call a dataset's `load` again when it raises, for storage behind a network.
+
+    >>> from spdl_torch import DataLoader, RetryLoad, StagedDataset
+    >>> dataset = StagedDataset.from_functions(["cat", "tiger"], load=len)
+    >>> loader = DataLoader(dataset, batch_size=2, on_error=RetryLoad(attempts=5))
+    >>> [batch.tolist() for batch in loader], loader.num_retries
+    ([[3, 5]], 0)
 
     Args:
         attempts: how often to call it, the first time included.
-        backoff: seconds to wait before the second attempt; twice as long before each one after it.
-        exceptions: what to try again after. Other exceptions are raised at once.
+        backoff: seconds to wait before the second attempt; doubled before each further attempt.
+        exceptions: the exceptions to try again after. Others are raised at once.
 
     """
 
@@ -109,12 +119,12 @@ class RetryLoad:
             raise ValueError(f"backoff must be at least 0 seconds, got {self.backoff!r}.")
 
     def pauses(self) -> Iterator[float]:
-        """The seconds before each attempt but the first."""
+        """Return the seconds to wait before each attempt but the first."""
         return (self.backoff * 2**number for number in range(self.attempts - 1))
 
 
 def policies_of(on_error: Any) -> tuple[ReplaceBadSamples | None, RetryLoad | None]:
-    """What `on_error` asks for."""
+    """Return the policies of a loader's `on_error` argument."""
     if on_error == "raise":
         return None, None
     given = list(on_error) if isinstance(on_error, Sequence) else [on_error]
@@ -129,20 +139,18 @@ def policies_of(on_error: Any) -> tuple[ReplaceBadSamples | None, RetryLoad | No
 
 
 class BadSamplePolicy:
-    """What a loader does about samples that cannot be made, and what it has done.
+    """The policies of a loader, and a record of what they did.
 
-    Used by all workers at the same time; every step is one atomic operation. (A lock might be
-    held in a fork, and the child's loader would wait for it for ever.)
+    All workers use it at the same time, so every step is one atomic operation. (There is no lock:
+    a fork could copy it while it is held, and the child would deadlock.)
     """
 
     def __init__(self, on_error: Any, dataset: Any) -> None:
         self._replace, self._retry = policies_of(on_error)
-        self._max_count: int | None = None
-        if self._replace is not None:
-            self._max_count = _max_count(self._replace, dataset)
+        self._max_count = None if self._replace is None else _max_count(self._replace, dataset)
         self._bad_samples: dict[str, BadSample] = {}
         self._num_retries: dict[int, int] = {}
-        """By thread: adding is not atomic."""
+        """The number for each thread, because adding is not atomic."""
 
     @property
     def replaces(self) -> bool:
@@ -176,7 +184,7 @@ class BadSamplePolicy:
     def record(
         self, index: Any, dataset: Any, stage: str, error: BaseException
     ) -> Exception | None:
-        """PendingBatch a bad sample; gives an error if it cannot be, or if that is one too many."""
+        """Record a bad sample; return the error of the log file, or of one too many bad samples."""
         assert self._replace is not None
         bad = BadSample(_plain(index), path_of(dataset, index, error), stage, _text_of(error))
         is_new = self._bad_samples.setdefault(repr(bad.index), bad) is bad
@@ -199,17 +207,13 @@ class BadSamplePolicy:
         )
 
     def retried(
-        self,
-        load: Callable[[Any], Any],
-        before_again: Callable[[], None],
-        sleep: Callable[[float], object] = time.sleep,
+        self, load: Callable[[Any], Any], sleep: Callable[[float], object] = time.sleep
     ) -> Callable[[Any], Any]:
-        """A load function that is called again if it raises.
+        """Return a load function that calls `load` again if it raises.
 
         Args:
             load: the function.
-            before_again: called before each further attempt.
-            sleep: waits so many seconds; true if nobody wants the sample any more.
+            sleep: waits so many seconds; returns true if the sample is no longer needed.
 
         """
         if self._retry is None:
@@ -224,15 +228,15 @@ class BadSamplePolicy:
                     if sleep(pause):
                         raise
                     self._count_retry()
-                before_again()
+                restart_sample()
             return load(drawn)
 
         return load_again
 
     def retried_async(
-        self, load: Callable[[Any], Awaitable[Any]], before_again: Callable[[], None]
+        self, load: Callable[[Any], Awaitable[Any]]
     ) -> Callable[[Any], Awaitable[Any]]:
-        """The same for `async def`."""
+        """Return an asynchronous load function that calls `load` again if it raises."""
         if self._retry is None:
             return load
         retry = self._retry
@@ -244,7 +248,7 @@ class BadSamplePolicy:
                 except retry.exceptions:
                     self._count_retry()
                 await asyncio.sleep(pause)
-                before_again()
+                restart_sample()
             return await load(drawn)
 
         return load_again
@@ -263,16 +267,16 @@ class BadSamplePolicy:
 
 
 def substitutes(indices: Sequence[Any], slot: int, before: Sequence[Any]) -> list[Any]:
-    """What may be put into a slot of a batch, in this order.
+    """Return the indices that may replace that of a bad sample, in the order to try them.
 
     Args:
         indices: what the sampler drew for the batch.
-        slot: whose sample cannot be made.
-        before: what it drew for the batch before, if there was one.
+        slot: the slot of the bad sample.
+        before: what the sampler drew before this batch.
 
     """
     others = [*indices[slot + 1 :], *indices[:slot], *before]
-    # By their text: what an index is, and how it compares, is the sampler's own business.
+    # Compared by their text: an index may be any object, and may not compare to a bool.
     own = repr(indices[slot])
     return [other for other in others if repr(other) != own]
 
@@ -281,7 +285,7 @@ def _max_count(policy: ReplaceBadSamples, dataset: Any) -> int | None:
     counts = [] if policy.max_count is None else [policy.max_count]
     if policy.max_fraction is not None:
         try:
-            # Not one too few by a rounding error. And whoever allows any has asked for one.
+            # The small number avoids one too few by a rounding error.
             count = floor(policy.max_fraction * len(dataset) + 1e-6)
             counts.append(max(count, 1 if policy.max_fraction > 0 else 0))
         except TypeError:
@@ -294,7 +298,7 @@ def _max_count(policy: ReplaceBadSamples, dataset: Any) -> int | None:
 
 
 def _plain(index: Any) -> int | str:
-    """An index as it is saved."""
+    """Return an index as it is saved: an int or a str."""
     if isinstance(index, str):
         return index
     try:
@@ -311,7 +315,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def path_of(dataset: Any, index: Any, error: BaseException | None = None) -> str | None:
-    """The file of a sample, if the exception or the dataset tells."""
+    """Return the file of a sample, if the exception or the dataset knows it."""
     try:
         return _path_of(dataset, index, error)
     except Exception:  # Attributes of those names may be anything.

@@ -15,8 +15,6 @@ from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
-from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
-
 __all__ = ["DatasetCopies", "of_copy"]
 
 _SHARED_TYPES = (
@@ -57,11 +55,6 @@ class DatasetCopies:
     """
 
     def __init__(self, dataset: Any, *, or_shallow: bool) -> None:
-        self._wrapper = None
-        if isinstance(dataset, _DataPipeSerializationWrapper):
-            # torch's wrapper has its own way of pickling, without shared objects.
-            self._wrapper = type(dataset)
-            dataset = dataset._datapipe  # type: ignore[attr-defined]
         self._dataset = dataset
         self._shared: list[Any] = []
         self._pickle: bytes | None = None
@@ -83,10 +76,8 @@ class DatasetCopies:
 
     def make(self) -> Any:
         if self._pickle is None:
-            dataset = copy.copy(self._dataset)
-        else:
-            dataset = _Unpickler(io.BytesIO(self._pickle), self._shared).load()
-        return dataset if self._wrapper is None else self._wrapper(dataset)
+            return copy.copy(self._dataset)
+        return _Unpickler(io.BytesIO(self._pickle), self._shared).load()
 
 
 class _Pickler(pickle.Pickler):

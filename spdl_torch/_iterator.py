@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from ._epochs import Epochs
-from ._marks import profiler_runs
 from ._resume import Progress
 from ._settings import LoaderSettings
 from ._sources import BatchSource, make_source, not_stop_iteration
 from ._stats import StatsLog, stats_of
+from ._worker import profiler_runs
 
 __all__ = ["EpochIterator", "LiveIterators"]
 

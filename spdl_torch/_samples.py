@@ -1,151 +1,258 @@
-"""The samples of a batch made one after the other: in the calling thread, or a worker process."""
+"""Samples that are made without the engine: one after the other, or in workers of an executor.
+
+The calling thread (`num_workers=0`) and torch's worker processes use `SampleMaker`. A worker
+process gets what it needs from torch, and an executor from a pickle, so the RNG keys of the samples
+travel with what they are made from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import nullcontext
+from functools import cached_property, partial
+from itertools import count
 from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ._bad_samples import BadSamplePolicy, substitutes
 from ._dataset import Hooks, finished, hooks_of
 from ._engine import NUM_EARLIER, WorkerCursor, check_count
-from ._randomness import Keyed, KeyedCollate, KeyedDataset, randomness_of, restart_sample
-from ._resume import LOAD, PREPROCESS, MapProgress, key_for
+from ._random import Key, KeyCursor, SampleRng, SampleRngMode
+from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
 
-__all__ = ["keyed_collate", "keyed_dataset", "keyed_draws"]
-
-Hook = Callable[[Any], Any]
-Key = tuple[int, ...]
-
-
-class DrawKeys(NamedTuple):
-    """What is drawn for a batch follows from these, each with the number of a stage behind it."""
-
-    slots: list[tuple[int, ...]]
-    whole: tuple[int, ...]
-    collate: tuple[int, ...]
+__all__ = [
+    "CountCursor",
+    "Draw",
+    "Keyed",
+    "KeyedHook",
+    "SampleMaker",
+    "SeededIterable",
+    "draws_of",
+    "init_process",
+]
 
 
 class Draw(NamedTuple):
     """What the sampler drew for a batch."""
 
     drawn: Any
+    """The object that the sampler returned, for hooks that take a whole batch."""
     indices: list[Any]
     before: list[Any]
-    """What it drew before."""
+    """Some indices that were drawn before, those of the latest batch first."""
+    keys: list[Key] | None
+    """The RNG keys: one for each slot, and behind them those of `WorkerCursor.COLLATE` and `WHOLE`,
+    whose numbers are negative. None if the samples draw from torch's global RNG."""
 
 
-def keyed_draws(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Iterator[Keyed]:
-    """What a progress draws, with the keys of it if there are any."""
+def draws_of(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Iterator[Draw]:
+    """Return an iterator over the draws of an epoch, with RNG keys if there is a seed."""
     before: list[Any] = []
     for number, drawn in enumerate(progress):
         indices = list(drawn) if batched else [drawn]
-        draw = Draw(indices if isinstance(drawn, Iterator) else drawn, indices, before)
         keys = None
         if is_seeded:
-            key = partial(progress.sample_key, number, indices)
-            slots = [key(slot) for slot in range(len(indices))]
-            keys = DrawKeys(slots, key(WorkerCursor.WHOLE), key(WorkerCursor.COLLATE))
-        yield Keyed(draw, keys)
+            slots = (*range(len(indices)), WorkerCursor.COLLATE, WorkerCursor.WHOLE)
+            keys = [progress.sample_key(number, indices, slot) for slot in slots]
+        yield Draw(indices if isinstance(drawn, Iterator) else drawn, indices, before, keys)
         before = [*indices, *before][:NUM_EARLIER]
 
 
-def keyed_dataset(
-    dataset: Any, *, batched: bool, bad_sample_policy: BadSamplePolicy | None = None
-) -> KeyedDataset:
-    """A dataset for what `keyed_draws` gives."""
-    if bad_sample_policy is not None and bad_sample_policy.replaces:
-        return KeyedDataset(
-            dataset, partial(_make_samples_or_others, dataset, batched, bad_sample_policy)
-        )
-    return KeyedDataset(dataset, partial(_make_samples, dataset, batched, bad_sample_policy))
+class SampleMaker(Dataset[Any]):
+    """Makes the batch of a `Draw` in one thread: does what the stages of the engine do, in order.
 
+    In a worker process it takes the place of the dataset, and its item is the whole batch.
 
-def keyed_collate(collate: Callable[[Any], Any]) -> KeyedCollate:
-    return KeyedCollate(collate, _key_of_collate)
+    Args:
+        dataset: a map-style dataset.
+        collate: makes the batch from the samples.
+        batched: whether samples are collated into batches.
+        policy: what to do about samples that cannot be made.
 
+    """
 
-def _key_of_collate(keys: DrawKeys | None) -> tuple[int, ...] | None:
-    return None if keys is None else (*keys.collate, PREPROCESS)
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool, policy: BadSamplePolicy
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._batched = batched
+        self._policy = policy
+        self._cursor = KeyCursor()
+        self._stage = ""
+        """The stage of the sample that is being made."""
 
+    # Not made in the constructor: a `worker_init_fn` may change the dataset before the first batch,
+    # and neither generators nor hooks need to be pickled.
 
-def _make_samples(
-    dataset: Any, batched: bool, bad_sample_policy: BadSamplePolicy | None, keyed: Keyed
-) -> Any:
-    """What the stages do, one after the other."""
-    hooks = hooks_of(dataset, batched=batched)
-    load = _load_of(hooks, bad_sample_policy)
-    draw, keys = keyed
-    samples = draw.indices
-    if hooks.preprocess_takes_batch:
-        assert hooks.preprocess is not None
-        with _randomness(keys and keys.whole, PREPROCESS):
+    @cached_property
+    def _hooks(self) -> Hooks:
+        # If a hook for a whole batch fails, it is not known which sample is the bad one.
+        return hooks_of(self.dataset, batched=self._batched and not self._policy.replaces)
+
+    @cached_property
+    def _mode(self) -> SampleRngMode:
+        return SampleRngMode(SampleRng(self._cursor))
+
+    def __getitem__(self, draw: Draw) -> Any:
+        """Return the batch of a draw."""
+        with nullcontext() if draw.keys is None else self._mode:
+            samples = self._make_samples(draw)
+            self._move_to(draw, WorkerCursor.COLLATE, PREPROCESS)
+            return self._collate(samples if self._batched else samples[0])
+
+    __getitems__ = __getitem__
+
+    def _make_samples(self, draw: Draw) -> Any:
+        hooks = self._hooks
+        slots = range(len(draw.indices))
+        if hooks.preprocess_takes_batch:
+            assert hooks.preprocess is not None
+            self._move_to(draw, WorkerCursor.WHOLE, PREPROCESS)
             return hooks.preprocess(draw.drawn)
-    if hooks.load_takes_batch:
-        assert load is not None
-        with _randomness(keys and keys.whole, LOAD):
-            samples = check_count(load(draw.drawn), len(samples))
-        load = None
-    made = [
-        _made(sample, None if keys is None else keys.slots[slot], load, hooks.preprocess)
-        for slot, sample in enumerate(samples)
-    ]
-    return made if batched else made[0]
+        if hooks.load_takes_batch:
+            self._move_to(draw, WorkerCursor.WHOLE, LOAD)
+            raws = check_count(self._load(draw.drawn), len(slots))
+            return [self._preprocess(draw, slot, raws[slot]) for slot in slots]
+        if self._policy.replaces:
+            return [self._make_or_replace(draw, slot) for slot in slots]
+        return [self._make(draw, slot) for slot in slots]
 
+    def _make(self, draw: Draw, slot: int) -> Any:
+        raw = draw.indices[slot]
+        if self._hooks.load is not None:
+            self._stage = "load"
+            self._move_to(draw, slot, LOAD)
+            raw = self._load(raw)
+        self._stage = "preprocess"
+        return self._preprocess(draw, slot, raw)
 
-def _made(sample: Any, key: Key | None, load: Hook | None, preprocess: Hook | None) -> Any:
-    if load is not None:
-        with _randomness(key, LOAD):
-            sample = load(sample)
-    if preprocess is not None:
-        with _randomness(key, PREPROCESS):
-            sample = preprocess(sample)
-    return sample
+    def _preprocess(self, draw: Draw, slot: int, raw: Any) -> Any:
+        if self._hooks.preprocess is None:
+            return raw
+        self._move_to(draw, slot, PREPROCESS)
+        return self._hooks.preprocess(raw)
 
-
-def _make_samples_or_others(
-    dataset: Any, batched: bool, bad_sample_policy: BadSamplePolicy, keyed: Keyed
-) -> Any:
-    """The same, with another sample in the place of one that cannot be made."""
-    hooks = hooks_of(dataset, batched=False)
-    load = _load_of(hooks, bad_sample_policy)
-    draw, keys = keyed
-
-    def make_or_replace(slot: int) -> Any:
-        index = draw.indices[slot]
+    def _make_or_replace(self, draw: Draw, slot: int) -> Any:
         others: list[Any] | None = None
         while True:
-            key = None if keys is None else key_for(keys.slots[slot], index)
-            stage = "preprocess" if load is None else "load"
-            sample = index
             try:
-                sample = _made(sample, key, load, None)
-                stage = "preprocess"
-                return _made(sample, key, None, hooks.preprocess)
+                return self._make(draw, slot)
             except Exception as error:
-                failure = bad_sample_policy.record(index, dataset, stage, error)
+                index = draw.indices[slot]
+                failure = self._policy.record(index, self.dataset, self._stage, error)
                 if failure is not None:
                     raise failure from error
                 if others is None:
                     others = substitutes(draw.indices, slot, draw.before)
+                    # The other slots are still filled from what the sampler drew.
+                    keys = draw.keys and draw.keys.copy()
+                    draw = draw._replace(indices=draw.indices.copy(), keys=keys)
                 if not others:
                     raise
-                index = others.pop(0)
+                draw.indices[slot] = others.pop(0)
+                if draw.keys is not None:
+                    draw.keys[slot] = key_for(draw.keys[slot], draw.indices[slot])
 
-    samples = [make_or_replace(slot) for slot in range(len(draw.indices))]
-    return samples if batched else samples[0]
+    @cached_property
+    def _load(self) -> Callable[[Any], Any]:
+        load = self._hooks.load
+        assert load is not None
+        return self._policy.retried(partial(_finished_load, load))
 
-
-def _load_of(hooks: Hooks, bad_sample_policy: BadSamplePolicy | None) -> Hook | None:
-    if hooks.load is None:
-        return None
-    load = partial(_finished_load, hooks.load)
-    return load if bad_sample_policy is None else bad_sample_policy.retried(load, restart_sample)
-
-
-def _randomness(key: Key | None, stage: int) -> randomness_of:
-    return randomness_of(None if key is None else (*key, stage))
+    def _move_to(self, draw: Draw, slot: int, stage: int) -> None:
+        if draw.keys is not None:
+            self._cursor.move((*draw.keys[slot], stage))
 
 
 def _finished_load(load: Callable[[Any], Any], drawn: Any) -> Any:
     return finished(load(drawn))
+
+
+# -- iterable datasets ----------------------------------------------------------------------------
+
+
+class CountCursor:
+    """The cursor of a worker that reads an iterable dataset and counts its samples.
+
+    Args:
+        samples: the count.
+        key: returns the RNG key of the sample of this number.
+
+    """
+
+    def __init__(self, samples: SampleCount, key: Callable[[int], Key]) -> None:
+        self._samples = samples
+        self._key = key
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._samples.epoch, self._samples.number
+
+    def key(self) -> Key:
+        return self._key(self._samples.number)
+
+
+class SeededIterable(IterableDataset[Any]):
+    """An iterable dataset in a worker process, whose samples draw from keys.
+
+    Args:
+        dataset: the user's dataset.
+        base_seed: the first number of every key.
+        epoch: the number of the first epoch, which is the second number of its keys.
+
+    """
+
+    def __init__(self, dataset: Any, base_seed: int, epoch: int) -> None:
+        self.dataset = dataset
+        self._base_seed = base_seed
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        key = self._base_seed, self._epoch, 0 if info is None else info.id
+        self._epoch += 1  # Persistent workers iterate again.
+        cursor = KeyCursor((*key, 0))
+        mode = SampleRngMode(SampleRng(cursor))
+        with mode:
+            iterator = iter(self.dataset)
+        for number in count(1):
+            cursor.move((*key, number))
+            with mode:
+                try:
+                    sample = next(iterator)
+                except StopIteration:
+                    return
+            yield sample
+
+
+def init_process(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """Run first in a worker process: let `get_worker_info()` show the dataset of the user."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, SampleMaker | SeededIterable):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # It is frozen.
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
+
+
+# -- executors ------------------------------------------------------------------------------------
+
+
+class Keyed(NamedTuple):
+    """A value for a `KeyedHook`, with the RNG key of its sample."""
+
+    value: Any
+    key: Key
+
+
+class KeyedHook:
+    """A hook that takes `Keyed` values, for the workers of an executor."""
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, keyed: Keyed) -> Any:
+        # An RNG for each call: the threads of an executor share this object.
+        with SampleRngMode(SampleRng(KeyCursor(keyed.key))):
+            return self._hook(keyed.value)

@@ -3,61 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import inspect
 import os
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import Any, Final
 
+import numpy as np
 import torch
+from torch.autograd import profiler
 from torch.utils.data import IterDataPipe, MapDataPipe, TensorDataset
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data._utils.worker import WorkerInfo
-from torch.utils.data.dataloader import (
-    _sharding_worker_init_fn,
-)
+from torch.utils.data._utils.worker import WorkerInfo, _generate_state
+from torch.utils.data.dataloader import _sharding_worker_init_fn
+from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 from torch.utils.data.graph_settings import apply_random_seed
 
-from ._bad_samples import BadSamplePolicy
 from ._collate import default_collate
 from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
-from ._engine import (
-    PendingBatch,
-    WorkerCursor,
-)
-from ._marks import Marked, MarkedPlace, marked, profiler_runs
-from ._randomness import (
-    CurrentGenerators,
-    CurrentlyOf,
-    DrawsOfSamples,
-    Keyed,
-    RandomnessOfSamples,
-    SampleGenerators,
-    restart_sample,
-    seed_as_worker_process,
-)
+from ._engine import PendingBatch, WorkerCursor
+from ._random import CurrentRng, Cursor, Key, SampleRng, SampleRngMode, use_rng
 from ._resume import LOAD, PREPROCESS, IterableProgress, MapProgress, Progress, SampleCount
+from ._samples import CountCursor, Keyed
 from ._settings import LoaderSettings
-from ._worker_info import set_worker_info
-
-if TYPE_CHECKING:
-    from ._sources._torch_workers import TorchEpoch
+from ._torch_patches import set_worker_info
 
 __all__ = [
     "WorkerSetup",
     "collate_for",
     "collate_pinned",
     "datapipe_graph_lock",
+    "profiler_runs",
 ]
 
+Hook = Callable[[Any], Any]
+
 _datapipe_graphs = threading.RLock()
-"""torch walks a graph of datapipes with hooks that it sets on their class: one thread at a time. A
-fork waits until they are taken off: the child would have them for ever."""
+"""Held while torch walks a graph of datapipes, with hooks that it sets on their class: only one
+thread may do that at a time. A fork waits for the end of it, or the child would keep the hooks."""
 os.register_at_fork(
     before=_datapipe_graphs.acquire,
     after_in_parent=_datapipe_graphs.release,
@@ -65,195 +57,163 @@ os.register_at_fork(
 )
 
 
-# -- what a worker thread is made of --------------------------------------------------------------
-
-
-@dataclass
 class WorkerSetup:
-    """All that a worker needs, and nothing that refers to the loader or its iterator."""
+    """All that a worker thread needs, and nothing that refers to the loader or its iterator.
 
-    dataset: Any
-    copies: DatasetCopies | None
-    """Each worker's own dataset comes from here; None: the one dataset is shared."""
-    batched: bool
-    drop_last: bool
-    collate_fn: Callable[[Any], Any]
-    shard: Callable[[int], None] | None
-    """Gives a worker's datapipe its part of the samples."""
-    worker_init_fn: Callable[[int], None] | None
-    base_seed: int
-    shared_seed: int | None
-    """Seeds the datapipes of an epoch."""
-    pin_device: tuple[str, int] | None
-    transfer: Transfer | None
-    bad_sample_policy: BadSamplePolicy
-    progress: Progress
-    """Of the epoch that runs now."""
-    num_workers: int = 0
-    """Of all stages together."""
+    Args:
+        settings: those of the loader.
+        progress: that of the epoch.
+        transfer: copies batches to a device.
+        dataset: the dataset as torch has prepared it.
+        base_seed: the seed of worker 0.
+        shared_seed: the seed of the epoch's datapipes.
+        shard: the number of ranks and the number of this one.
+        pin_device: the type of device that batches are pinned for; None: they are not pinned.
 
-    @classmethod
-    def of(
-        cls, settings: LoaderSettings, epoch: TorchEpoch, transfer: Transfer | None
-    ) -> WorkerSetup:
-        shard = None
-        if settings.is_datapipe:
-            shard = partial(_sharding_worker_init_fn, None, *epoch.shard)
+    """
+
+    def __init__(
+        self,
+        settings: LoaderSettings,
+        progress: Progress,
+        transfer: Transfer | None,
+        *,
+        dataset: Any,
+        base_seed: int,
+        shared_seed: int | None,
+        shard: tuple[int, int],
+        pin_device: str | None,
+    ) -> None:
+        self.dataset = dataset
+        self.batched = settings.batched
+        self.worker_init_fn = settings.worker_init_fn
+        self.bad_sample_policy = settings.bad_sample_policy
+        self.num_workers = settings.num_workers
+        """The number of workers of all stages together."""
+        self.progress = progress
+        """The progress of the epoch that runs now."""
+        self.shared_seed = shared_seed
+        self.transfer = transfer
+        self._base_seed = base_seed
+        self._drop_last = settings.drop_last
+        self._shard = shard if settings.is_datapipe else None
         # An iterator's state is often in the dataset, and a datapipe's shard always is: those are
         # copied for each worker, as they are for worker processes.
-        copies = None
+        self._copies: DatasetCopies | None = None
         if settings.is_iterable or settings.is_datapipe or settings.copy_dataset:
-            copies = DatasetCopies(epoch.dataset, or_shallow=not settings.copy_dataset)
-        pin_device = None
-        if epoch.pin_device is not None and transfer is None:
-            pin_device = (epoch.pin_device, torch.accelerator.current_device_index())
-        collate_fn = settings.collate_fn
-        if collate_fn is torch.utils.data.default_collate:
-            collate_fn = default_collate if pin_device is None else _pinned_collate
-        return cls(
-            dataset=epoch.dataset,
-            copies=copies,
-            batched=settings.batched,
-            drop_last=settings.drop_last,
-            collate_fn=collate_fn,
-            shard=shard,
-            worker_init_fn=settings.worker_init_fn,
-            base_seed=epoch.base_seed,
-            shared_seed=epoch.shared_seed,
-            pin_device=pin_device,
-            transfer=transfer,
-            bad_sample_policy=settings.bad_sample_policy,
-            progress=epoch.progress,
-        )
+            # torch's wrapper of a datapipe pickles by itself, in a way that shares no objects.
+            inner = dataset._datapipe if _is_wrapped(dataset) else dataset
+            self._copies = DatasetCopies(inner, or_shallow=not settings.copy_dataset)
+        self._pin_device: tuple[str, int] | None = None
+        if pin_device is not None and transfer is None:
+            self._pin_device = (pin_device, torch.accelerator.current_device_index())
+        self._collate_fn = settings.collate_fn
+        if self._collate_fn is torch.utils.data.default_collate:
+            pinned = self._pin_device is not None
+            self._collate_fn = _collate_into_pinned if pinned else default_collate
 
-    def enter(self, worker_id: int, generators: CurrentGenerators) -> Any:
-        """Make the calling thread a worker; gives its dataset."""
-        # For this thread only. Without it every worker's resize and stack would call in the
-        # intra-op threads of all cores, and they would fight.
-        torch.set_num_threads(1)
-        torch.get_num_threads()
-        if self.pin_device is not None:
-            torch.accelerator.set_device_index(self.pin_device[1])
+    def hooks_of(self, dataset: Any) -> Hooks:
+        # If a hook for a whole batch fails, it is not known which sample is the bad one.
+        return hooks_of(dataset, batched=self.batched and not self.bad_sample_policy.replaces)
+
+    def _enter(self, worker_id: int) -> Any:
+        """Make the calling thread a worker, and return its dataset."""
+        _use_one_intra_op_thread()
+        if self._pin_device is not None:
+            torch.accelerator.set_device_index(self._pin_device[1])
         if self.transfer is not None:
             self.transfer.enter()
-        dataset = self.dataset if self.copies is None else self.copies.make()
-        seed = self.base_seed + worker_id
+        dataset = self.dataset
+        if self._copies is not None:
+            inner = self._copies.make()
+            dataset = type(dataset)(inner) if _is_wrapped(dataset) else inner
         set_worker_info(
             WorkerInfo(
                 id=worker_id,
                 num_workers=self.num_workers,
-                seed=seed,
+                seed=self._base_seed + worker_id,
                 dataset=dataset,
-                rng=generators,  # type: ignore[arg-type]
+                rng=CurrentRng(),  # type: ignore[arg-type]
                 worker_method="thread",
             )
         )
-        if self.shard is not None:
-            with datapipe_graph_lock(dataset):
-                self.shard(worker_id)
+        if self._shard is not None:
+            with _datapipe_graphs:
+                _sharding_worker_init_fn(None, *self._shard, worker_id)
         if self.worker_init_fn is not None:
-            seed_as_worker_process(self.base_seed, worker_id)
+            _seed_as_worker_process(self._base_seed, worker_id)
             of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
 
-    def _enter_at(
-        self, place: WorkerCursor, stage: str, worker_id: int, generators: SampleGenerators
-    ) -> Any:
-        """Make the calling thread a worker of a stage, whose samples draw from these generators."""
-        dataset = self.enter(worker_id, CurrentGenerators(generators))
-        # Neither of those draws anything.
-        if type(dataset) is not TensorDataset or self.collate_fn is not default_collate:
-            place.task_context = RandomnessOfSamples(generators)
-        place.task_context = MarkedPlace(stage, place)
-        return dataset
+    # -- the stages of map-style datasets ---------------------------------------------------------
 
-    def _generators_at(self, place: WorkerCursor, stage: int) -> SampleGenerators:
-        """Generators for the sample that a worker of a stage is at.
+    def load_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook, None]:
+        """Make the calling thread a worker of the load stage; return its load hook."""
+        load = self.hooks_of(self._enter(worker_id)).load
+        assert load is not None
+        mode = None if _draws_nothing(load) else _mode_at(_SlotCursor(self, cursor, LOAD))
+        cursor.task_context = _Marked("load", mode, cursor)
 
-        Its thread holds on to them, so they must not hold anything of the user's.
+        def pause(seconds: float) -> bool:
+            assert cursor.batch is not None
+            return cursor.batch.pause(seconds)
+
+        return self.bad_sample_policy.retried(load, pause), None
+
+    def async_load_worker(
+        self, worker_id: int
+    ) -> tuple[Hook, Callable[[PendingBatch, int], AbstractContextManager[Any]], SampleRngMode]:
+        """Make the calling thread the worker of an asynchronous load stage.
+
+        Returns its load hook, the context of a task, and the context of the thread. The tasks take
+        turns in one thread, so each has an RNG of its own.
         """
-        worker_setup = weakref.ref(self)
-
-        def where() -> tuple[Any, ...]:
-            record, slot = place.batch, place.slot
-            assert record is not None, "a worker draws between two batches"
-            # The index too: another sample may have taken the place of one that failed.
-            return record.epoch_id, record.number, slot, record.indices[slot] if slot >= 0 else None
-
-        def key() -> tuple[int, ...]:
-            owner = worker_setup()
-            assert owner is not None
-            assert place.batch is not None
-            return owner._key(place.batch, place.slot, stage)
-
-        return SampleGenerators(where, key)
-
-    def _generators_of_count(self, count: SampleCount, worker_id: int) -> SampleGenerators:
-        """The same for a worker with a dataset of its own, which counts its samples."""
-        worker_setup = weakref.ref(self)
-
-        def key() -> tuple[int, ...]:
-            owner = worker_setup()
-            assert owner is not None
-            return owner._iterable_progress.sample_key(worker_id, count.number)
-
-        return SampleGenerators(lambda: (count.epoch, count.number), key)
-
-    def load_worker(
-        self, worker_id: int, place: WorkerCursor
-    ) -> tuple[Callable[[Any], Any] | None, None]:
-        generators = self._generators_at(place, LOAD)
-        dataset = self._enter_at(place, "load", worker_id, generators)
-        load = self.hooks_of(dataset).load
+        load = self.hooks_of(self._enter(worker_id)).load
         assert load is not None
+        return (
+            self.bad_sample_policy.retried_async(load),
+            partial(_task_context, self),
+            SampleRngMode(),
+        )
 
-        def sleep(seconds: float) -> bool:
-            assert place.batch is not None
-            return place.batch.pause(seconds)
+    def preprocess_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook | None, Hook]:
+        """Make the calling thread a worker of the last stage; return its hook and its collate."""
+        dataset = self._enter(worker_id)
+        preprocess, collate = self.hooks_of(dataset).preprocess, self._collate_of(dataset)
+        mode = None
+        if not (_draws_nothing(preprocess) and _is_torchs(self._collate_fn)):
+            mode = _mode_at(_SlotCursor(self, cursor, PREPROCESS))
+        cursor.task_context = _Marked("preprocess", mode, cursor)
+        return preprocess, collate if self.batched else partial(_collate_only, collate)
 
-        return self.bad_sample_policy.retried(load, restart_sample, sleep), None
+    def label(self, batch: PendingBatch, slot: int, value: Any) -> Keyed:
+        """Return what an executor is given to preprocess a sample."""
+        return Keyed(value, self.key_at(batch, slot, PREPROCESS))
 
-    def hooks_of(self, dataset: Any) -> Hooks:
-        # Of a whole batch one would not know which sample has failed.
-        return hooks_of(dataset, batched=self.batched and not self.bad_sample_policy.replaces)
-
-    def async_load_worker(self, worker_id: int) -> tuple[Callable[[Any], Any], Any, DrawsOfSamples]:
-        # Its tasks take turns in one thread, so each has generators of its own.
-        dataset = self.enter(worker_id, CurrentGenerators())
-        load = self.hooks_of(dataset).load
-        assert load is not None
-        again = self.bad_sample_policy.retried_async(load, restart_sample)
-        return again, self._randomness_of_task, DrawsOfSamples()
-
-    def _randomness_of_task(self, record: PendingBatch, slot: int) -> AbstractContextManager[Any]:
-        key = partial(self._key, record, slot, LOAD)
-        randomness = CurrentlyOf(SampleGenerators(lambda: True, key))
-        return Marked("load", randomness) if profiler_runs() else randomness
-
-    def label(self, record: PendingBatch, slot: int, value: Any) -> Keyed:
-        """What an executor is given to preprocess."""
-        return Keyed(value, self._key(record, slot, PREPROCESS))
-
-    def _key(self, record: PendingBatch, slot: int, stage: int) -> tuple[int, ...]:
+    def key_at(self, batch: PendingBatch, slot: int, stage: int) -> Key:
+        """Return the RNG key of a slot in a stage."""
         assert isinstance(self.progress, MapProgress)
-        return *self.progress.sample_key(record.number, record.indices, slot), stage
+        return *self.progress.sample_key(batch.number, batch.indices, slot), stage
 
-    def preprocess_worker(
-        self, worker_id: int, place: WorkerCursor
-    ) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-        generators = self._generators_at(place, PREPROCESS)
-        dataset = self._enter_at(place, "preprocess", worker_id, generators)
-        collate = self._collate_of(dataset)
-        if not self.batched:
-            collate = partial(_of_only_sample, collate)
-        return self.hooks_of(dataset).preprocess, collate
+    # -- the stage of iterable datasets, and transfers --------------------------------------------
 
     def iterable_worker(
-        self, worker_id: int, place: WorkerCursor
-    ) -> tuple[Callable[[], Callable[[Any], Any]], Callable[[Any], Any]]:
+        self, worker_id: int, cursor: WorkerCursor
+    ) -> tuple[Callable[[], Callable[[PendingBatch], Any]], Hook]:
+        """Make the calling thread read a dataset of its own.
+
+        Returns a function that opens an epoch, and the collate function.
+        """
         count = SampleCount()
-        generators = self._generators_of_count(count, worker_id)
-        dataset = self._enter_at(place, "iterate", worker_id, generators)
+        setup = weakref.ref(self)  # The thread keeps what it is in.
+
+        def key(number: int) -> Key:
+            owner = setup()
+            assert owner is not None
+            return owner._iterable_progress.sample_key(worker_id, number)
+
+        dataset = self._enter(worker_id)
+        cursor.task_context = _Marked("iterate", _mode_at(CountCursor(count, key)), cursor)
         return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
     def _open_iterable(
@@ -267,35 +227,29 @@ class WorkerSetup:
                 )
         progress = self._iterable_progress
         reader = progress.open(
-            dataset, worker_id, batched=self.batched, drop_last=self.drop_last, count=count
+            dataset, worker_id, batched=self.batched, drop_last=self._drop_last, count=count
         )
 
-        def draw(record: PendingBatch) -> Any:
+        def draw(batch: PendingBatch) -> Any:
             try:
-                samples = reader.draw(record.drawn)
+                samples = reader.draw(batch.drawn)
             except StopIteration:
-                # What is wrong with its state has been said at every batch.
+                # What is wrong with its state has been raised at every batch.
                 with contextlib.suppress(Exception):
                     progress.come_to_end(worker_id, reader.bookmark())
                 raise
             except Exception:
-                # Whoever asks for the next batch gets what comes after the error.
+                # The next batch is what comes after the error.
                 with contextlib.suppress(Exception):
-                    record.position = worker_id, reader.bookmark()
+                    batch.position = worker_id, reader.bookmark()
                 raise
-            record.position = worker_id, reader.bookmark()
+            batch.position = worker_id, reader.bookmark()
             return samples
 
         return draw
 
-    def transfer_worker(self) -> Callable[[Any], Any]:
-        assert self.transfer is not None
-        torch.set_num_threads(1)
-        torch.get_num_threads()
-        self.transfer.enter()
-        return marked("transfer", self.transfer.send)
-
     def first_worker(self) -> int:
+        """Return the worker that makes the next batch of an iterable dataset."""
         return self._iterable_progress.next_worker
 
     @property
@@ -303,40 +257,203 @@ class WorkerSetup:
         assert isinstance(self.progress, IterableProgress)
         return self.progress
 
-    def _collate_of(self, dataset: Any) -> Callable[[Any], Any]:
-        collate = of_copy(self.collate_fn, self.dataset, dataset)
+    def transfer_worker(self) -> Hook:
+        """Make the calling thread the one that copies batches; return what copies one."""
+        assert self.transfer is not None
+        _use_one_intra_op_thread()
+        self.transfer.enter()
+        return partial(_call_in, _Marked("transfer"), self.transfer.send)
+
+    def _collate_of(self, dataset: Any) -> Hook:
+        collate = of_copy(self._collate_fn, self.dataset, dataset)
         if self.transfer is not None:
             return collate_for(self.transfer, collate)
-        return collate if self.pin_device is None else collate_pinned(collate, self.pin_device[0])
+        return collate if self._pin_device is None else collate_pinned(collate, self._pin_device[0])
 
 
-def collate_for(transfer: Transfer, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A collate function that leaves its batches where they can be sent from."""
+def _is_wrapped(dataset: Any) -> bool:
+    return isinstance(dataset, _DataPipeSerializationWrapper)
+
+
+def _use_one_intra_op_thread() -> None:
+    # For this thread only. Otherwise each worker's resize and stack would use the intra-op threads
+    # of all cores, and the workers would compete for them.
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+
+
+def _seed_as_worker_process(base_seed: int, worker_id: int) -> None:
+    """Seed the process-wide generators as torch does in its worker process."""
+    random.seed(base_seed + worker_id)
+    np.random.seed(_generate_state(base_seed, worker_id))
+    torch.default_generator.manual_seed(base_seed + worker_id)
+
+
+# -- collate --------------------------------------------------------------------------------------
+
+
+def collate_for(transfer: Transfer, collate: Hook) -> Hook:
+    """Return a collate function whose batches are in memory that they can be transferred from."""
     if collate in (default_collate, torch.utils.data.default_collate):
         return lambda samples: transfer.pin(lambda empty: default_collate(samples, empty=empty))
     return lambda samples: transfer.pin(lambda _: collate(samples))
 
 
-def collate_pinned(collate: Callable[[Any], Any], device: str) -> Callable[[Any], Any]:
-    """Return a collate function that leaves its batches in pinned memory, as torch does it."""
+def collate_pinned(collate: Hook, device: str) -> Hook:
+    """Return a collate function whose batches are in pinned memory, as torch does it."""
     return lambda samples: pin_memory(collate(samples), device)
 
 
-def _pinned_collate(samples: list[Any]) -> Any:
-    return default_collate(samples, empty=_empty_pinned)
+def _collate_into_pinned(samples: list[Any]) -> Any:
+    return default_collate(samples, empty=partial(torch.empty, pin_memory=True))
 
 
-def _empty_pinned(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-
-def _of_only_sample(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+def _collate_only(collate: Hook, samples: list[Any]) -> Any:
     return collate(samples[0])
+
+
+# -- what a worker is inside of while it works ----------------------------------------------------
+
+
+class _SlotCursor:
+    """The cursor of a worker that fills the slots of batches.
+
+    The worker's thread keeps it, so it must not keep objects of the user.
+    """
+
+    def __init__(self, setup: WorkerSetup, cursor: WorkerCursor, stage: int) -> None:
+        self._setup = weakref.ref(setup)
+        self._cursor = cursor
+        self._stage = stage
+
+    @property
+    def position(self) -> tuple[Any, ...]:
+        batch, slot = self._cursor.batch, self._cursor.slot
+        assert batch is not None, "a worker draws between two batches"
+        # The index too: another sample may have replaced one that failed.
+        index = batch.indices[slot] if slot >= 0 else None
+        return batch.epoch_id, batch.number, slot, index if type(index) is int else repr(index)
+
+    def key(self) -> Key:
+        setup, batch = self._setup(), self._cursor.batch
+        assert setup is not None
+        assert batch is not None
+        return setup.key_at(batch, self._cursor.slot, self._stage)
+
+
+def _mode_at(cursor: Cursor) -> SampleRngMode:
+    return SampleRngMode(SampleRng(cursor))
+
+
+def _task_context(
+    setup: WorkerSetup, batch: PendingBatch, slot: int
+) -> AbstractContextManager[Any]:
+    """Return the context of a task that loads a sample in an event loop."""
+    cursor = WorkerCursor()
+    cursor.batch, cursor.slot = batch, slot
+    rng = use_rng(SampleRng(_SlotCursor(setup, cursor, LOAD)))
+    return _Marked("load", rng) if profiler_runs() else rng
+
+
+_OPCODES_WITHOUT_CALLS: Final = {
+    "BINARY_OP",
+    "BINARY_SUBSCR",
+    "BUILD_TUPLE",
+    "LOAD_ATTR",
+    "LOAD_CONST",
+    "LOAD_FAST",
+    "LOAD_FAST_BORROW",
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW",
+    "LOAD_FAST_LOAD_FAST",
+    "RESUME",
+    "RETURN_VALUE",
+}
+
+
+def _draws_nothing(hook: Hook | None) -> bool:
+    """Return whether a hook is known to draw no random numbers.
+
+    This is so for methods such as ``return self.images[index], self.labels[index]`` that call no
+    function and use only tensors of their dataset. In `SampleRngMode` a row of a tensor would take
+    more than twice as long.
+    """
+    dataset = getattr(hook, "__self__", None)
+    if hook is None or type(dataset) is TensorDataset:
+        return True
+    lookup: Any = type(dataset).__getattribute__
+    if type(hook) is not MethodType or lookup is not object.__getattribute__:
+        return False
+    code = hook.__code__
+    return {op.opname for op in dis.get_instructions(code)} <= _OPCODES_WITHOUT_CALLS and all(
+        type(inspect.getattr_static(dataset, name, None)) is torch.Tensor for name in code.co_names
+    )
+
+
+def _is_torchs(collate: Hook) -> bool:
+    """Return whether a collate function runs code of torch alone, none of which draws."""
+    return collate is default_collate and all(
+        getattr(function, "__module__", None) == torch_collate.__name__
+        for function in torch_collate.default_collate_fn_map.values()  # Users may add to it.
+    )
+
+
+def profiler_runs() -> bool:
+    """Return whether torch's profiler runs in any thread."""
+    return profiler._is_profiler_enabled
+
+
+class _Marked(AbstractContextManager[None]):
+    """A context with a mark around it in the trace of torch's profiler, if that runs.
+
+    A worker has one of these and enters it for each task, which is often many batches. It is not
+    made with `contextlib.contextmanager`, which would change the user's exceptions.
+
+    Args:
+        stage: the name of the mark.
+        inner: the context.
+        cursor: that of the worker, if the batches that it collates are marked too.
+
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        inner: AbstractContextManager[Any] | None = None,
+        cursor: WorkerCursor | None = None,
+    ) -> None:
+        self._name = f"spdl_torch.{stage}"
+        self._inner = inner or nullcontext()
+        self._cursor = None if cursor is None else weakref.ref(cursor)  # It refers to this.
+        self._mark: profiler.record_function | None = None
+
+    def __enter__(self) -> None:
+        if profiler._is_profiler_enabled:
+            self._mark = profiler.record_function(self._name)
+            self._mark.__enter__()
+            self._set_collate_context(_Marked("collate"))
+        self._inner.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._inner.__exit__(*exc_info)
+        if self._mark is not None:
+            mark, self._mark = self._mark, None
+            mark.__exit__(*exc_info)
+            self._set_collate_context(None)
+
+    def _set_collate_context(self, context: _Marked | None) -> None:
+        if self._cursor is not None and (cursor := self._cursor()) is not None:
+            cursor.collate_context = context
+
+
+def _call_in(context: AbstractContextManager[Any], operation: Hook, value: Any) -> Any:
+    with context:
+        return operation(value)
 
 
 @contextlib.contextmanager
 def datapipe_graph_lock(dataset: Any) -> Iterator[None]:
-    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+    """Hold the lock of datapipe graphs if the dataset is one."""
+    if isinstance(dataset, IterDataPipe | MapDataPipe):
         with _datapipe_graphs:
             yield
     else:

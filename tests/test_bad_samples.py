@@ -98,7 +98,8 @@ def batches_of(dataset, *, num_workers=2, on_error=ANY, batch_size=4, **argument
 
 @ALL_WORKERS
 @all_datasets
-def test_a_bad_sample_is_replaced_by_the_next_of_its_batch(dataset, num_workers):
+def test_the_next_replaces_a_bad_sample(dataset, num_workers):
+    """The next sample of the batch takes the place, or else the first ones of the batch."""
     loader, batches = batches_of(dataset, num_workers=num_workers)
     indices = [[int(sample[0]) for sample in batch] for batch in batches]
     expected = [list(range(n, n + 4)) for n in range(0, SIZE, 4)]
@@ -111,13 +112,15 @@ def test_a_bad_sample_is_replaced_by_the_next_of_its_batch(dataset, num_workers)
 
 
 @all_datasets
-def test_what_is_drawn_for_a_replacement_does_not_depend_on_who_makes_it(dataset):
+def test_replacements_draw_the_same_everywhere(dataset):
+    """What a replacement draws does not depend on the workers."""
     _, expected = batches_of(dataset, num_workers=0, shuffle=True)
     for num_workers in (1, 3, 8):
         assert batches_of(dataset, num_workers=num_workers, shuffle=True)[1] == expected
 
 
-def test_in_an_executor_bad_samples_are_replaced_too():
+def test_executors_replace_bad_samples():
+    """An executor makes the replacements of the calling thread."""
     with ProcessPoolExecutor(2) as pool:
         for dataset in (Damaged(), DamagedStaged()):
             _, expected = batches_of(dataset, num_workers=0)
@@ -149,7 +152,8 @@ class DamagedText(Damaged):
         return super().__getitem__(index)
 
 
-def test_in_an_executor_it_does_not_matter_whether_an_exception_can_be_pickled():
+def test_unpicklable_errors_are_replaced():
+    """An executor replaces samples whose exception cannot be pickled."""
     with ProcessPoolExecutor(2) as pool:
         _, expected = batches_of(DamagedText(), num_workers=0)
         loader, batches = batches_of(DamagedText(), preprocess_executor=pool)
@@ -157,7 +161,10 @@ def test_in_an_executor_it_does_not_matter_whether_an_exception_can_be_pickled()
         assert {bad.index for bad in loader.bad_samples} == BAD
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_by_its_text():
+def test_unpicklable_errors_keep_their_text():
+    """Without a policy such an exception is raised as a RuntimeError with its text, and the
+    pool goes on.
+    """
     with (
         ProcessPoolExecutor(1) as pool,
         DataLoader(
@@ -175,25 +182,29 @@ def test_an_exception_that_cannot_be_pickled_is_told_by_its_text():
 
 
 @ALL_WORKERS
-def test_a_replacement_that_is_bad_is_replaced_in_turn(num_workers):
+def test_bad_replacements_are_replaced(num_workers):
+    """A bad replacement is replaced by the next one."""
     _, batches = batches_of(Damaged(8, {0, 1, 2}), num_workers=num_workers)
     assert [int(sample[0]) for sample in batches[0]] == [3, 3, 3, 3]
 
 
 @ALL_WORKERS
-def test_where_a_whole_batch_is_bad_the_one_before_it_helps_out(num_workers):
+def test_earlier_batches_replace_bad_batches(num_workers):
+    """Where all samples of a batch are bad, samples drawn before take their place."""
     _, batches = batches_of(Damaged(8, {4, 5, 6, 7}), num_workers=num_workers)
     assert [int(sample[0]) for sample in batches[1]] == [0, 0, 0, 0]
 
 
 @ALL_WORKERS
-def test_without_batches_the_sample_before_helps_out(num_workers):
+def test_earlier_samples_replace_unbatched_ones(num_workers):
+    """With `batch_size=None` the sample before takes the place."""
     _, samples = batches_of(Damaged(5, {2}), num_workers=num_workers, batch_size=None)
     assert [int(sample[0]) for sample in samples] == [0, 1, 1, 3, 4]
 
 
 @ALL_WORKERS
-def test_where_there_is_no_other_the_exception_is_raised(num_workers):
+def test_without_replacement_the_error_is_raised(num_workers):
+    """Where nothing can take the place, the sample's own exception is raised."""
     loader = DataLoader(Damaged(8, {0, 1, 2, 3}), 4, num_workers=num_workers, on_error=ANY)
     with pytest.raises(ValueError, match="is damaged"):
         next(iter(loader))
@@ -208,7 +219,8 @@ def test_where_there_is_no_other_the_exception_is_raised(num_workers):
         ReplaceBadSamples(max_fraction=0.9, max_count=3),
     ],
 )
-def test_over_budget_the_loop_gets_an_error_that_lists_the_bad_samples(policy, num_workers):
+def test_too_many_bad_samples_raise(policy, num_workers):
+    """Above the limit an error lists the bad samples."""
     with (
         DataLoader(Damaged(), 4, num_workers=num_workers, on_error=policy) as loader,
         pytest.raises(TooManyBadSamples) as caught,
@@ -222,7 +234,8 @@ def test_over_budget_the_loop_gets_an_error_that_lists_the_bad_samples(policy, n
 
 
 @pytest.mark.parametrize(("max_fraction", "is_allowed"), [(0.01, True), (0.0, False)])
-def test_of_a_small_dataset_one_sample_may_be_bad_if_any_may(max_fraction, is_allowed):
+def test_small_datasets_allow_one_bad_sample(max_fraction, is_allowed):
+    """A `max_fraction` above 0 allows at least one bad sample."""
     policy = ReplaceBadSamples(max_fraction=max_fraction)
     with DataLoader(Damaged(20, [3]), 4, num_workers=2, on_error=policy) as loader:
         if is_allowed:
@@ -232,7 +245,8 @@ def test_of_a_small_dataset_one_sample_may_be_bad_if_any_may(max_fraction, is_al
                 list(loader)
 
 
-def test_the_list_of_bad_samples_ends_with_the_tenth():
+def test_the_error_lists_ten_samples():
+    """The error lists at most ten bad samples."""
     policy = ReplaceBadSamples(max_fraction=None, max_count=12)
     dataset = Damaged(40, range(0, 40, 3))
     with (
@@ -244,7 +258,8 @@ def test_the_list_of_bad_samples_ends_with_the_tenth():
 
 
 @ALL_WORKERS
-def test_each_bad_sample_is_recorded_once_in_memory_and_in_the_log(num_workers, tmp_path):
+def test_each_bad_sample_is_recorded_once(num_workers, tmp_path):
+    """A bad sample is once in `bad_samples` and once in the log, after two epochs."""
     log = tmp_path / "bad.jsonl"
     policy = ReplaceBadSamples(max_fraction=0.5, log=log)
     loader, _ = batches_of(DamagedStaged(), num_workers=num_workers, on_error=policy)
@@ -258,7 +273,8 @@ def test_each_bad_sample_is_recorded_once_in_memory_and_in_the_log(num_workers, 
     assert by_index[4] == BadSample(4, None, "preprocess", "ValueError: 4 is damaged")
 
 
-def test_a_saved_state_knows_the_bad_samples(tmp_path):
+def test_a_checkpoint_has_the_bad_samples(tmp_path):
+    """After a resume, known bad samples neither count nor are logged again."""
     log = tmp_path / "bad.jsonl"
     policy = ReplaceBadSamples(max_fraction=None, max_count=4, log=log)
     loader, _ = batches_of(Damaged(), on_error=policy)
@@ -270,7 +286,8 @@ def test_a_saved_state_knows_the_bad_samples(tmp_path):
     assert len(log.read_text().splitlines()) == 4
 
 
-def test_a_state_with_damaged_bad_samples_is_refused():
+def test_damaged_bad_samples_are_refused():
+    """`load_state_dict()` refuses bad samples that are not as saved."""
     loader, _ = batches_of(Damaged())
     for damaged in ([{"index": 3}], [7], 5):
         with pytest.raises(ValueError, match="bad samples of the state are damaged"):
@@ -278,13 +295,15 @@ def test_a_state_with_damaged_bad_samples_is_refused():
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copied_loader_knows_the_bad_samples(clone):
+def test_copies_know_the_bad_samples(clone):
+    """A copied or unpickled loader has the bad samples of the first."""
     loader, _ = batches_of(Damaged())
     assert clone(loader).bad_samples == loader.bad_samples
     assert len(list(clone(loader))) == 10
 
 
-def test_the_path_of_a_file_is_found_through_the_dataset(tmp_path):
+def test_paths_are_found_through_subsets(tmp_path):
+    """The file of a bad sample is found through torch's `Subset`."""
     for index in range(6):
         (tmp_path / "class").mkdir(exist_ok=True)
         (tmp_path / "class" / f"{index}.jpg").write_bytes(b"no image")
@@ -295,7 +314,9 @@ def test_the_path_of_a_file_is_found_through_the_dataset(tmp_path):
     assert str(tmp_path / "class" / "2.jpg") in {bad.path for bad in loader.bad_samples}
 
 
-def test_an_error_of_collate_is_nobodys_fault():
+def test_collate_errors_are_not_replaced():
+    """An error of the collate function is raised, and no sample is recorded as bad."""
+
     def collate(samples):
         raise LookupError("cannot be collated")
 
@@ -305,7 +326,9 @@ def test_an_error_of_collate_is_nobodys_fault():
     assert loader.bad_samples == ()
 
 
-def test_nothing_but_exceptions_is_replaced():
+def test_system_exit_is_not_replaced():
+    """`SystemExit` in a sample is raised."""
+
     class Exiting(Squares):
         def __getitem__(self, index):
             raise SystemExit
@@ -314,7 +337,8 @@ def test_nothing_but_exceptions_is_replaced():
         next(iter(DataLoader(Exiting(), num_workers=1, on_error=ANY)))
 
 
-def test_three_ranks_have_full_batches_of_the_same_number(tmp_path):
+def test_all_ranks_have_full_batches(tmp_path):
+    """Three ranks have as many full batches, and the same ones in a second run."""
     size, bad = 1000, frozenset(range(7, 1000, 100))
     runs = []
     for run in range(2):
@@ -357,7 +381,8 @@ def damaged_folder(tmp_path_factory):
     return root, sorted(damaged)
 
 
-def test_a_folder_with_damaged_files_gives_full_batches_on_every_rank(damaged_folder, tmp_path):
+def test_damaged_image_files_are_replaced(damaged_folder, tmp_path):
+    """A folder with damaged JPEGs makes full batches on each rank, and the log has their paths."""
     root, damaged = damaged_folder
     runs = []
     for num_workers in (2, 5):
@@ -400,14 +425,16 @@ class Unspeakable(Damaged):
 
 
 @ALL_WORKERS
-def test_an_exception_without_words_is_recorded(num_workers):
+def test_errors_without_text_are_recorded(num_workers):
+    """An exception whose `str()` raises is recorded by its type."""
     loader = DataLoader(Unspeakable(8, {3}), 4, num_workers=num_workers, on_error=ANY)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 0], [4, 5, 6, 7]]
     assert loader.bad_samples == (BadSample(3, None, "preprocess", "SpeechlessError"),)
 
 
 @ALL_WORKERS
-def test_a_log_that_cannot_be_written_is_an_error(num_workers, tmp_path):
+def test_an_unwritable_log_is_an_error(num_workers, tmp_path):
+    """A log file that cannot be written is an error."""
     policy = ReplaceBadSamples(max_fraction=0.5, log=tmp_path / "nowhere" / "bad.jsonl")
     with (
         DataLoader(Damaged(), 4, num_workers=num_workers, on_error=policy) as loader,
@@ -416,7 +443,9 @@ def test_a_log_that_cannot_be_written_is_an_error(num_workers, tmp_path):
         list(loader)
 
 
-def test_indices_of_any_kind_are_recorded_as_plain_values():
+def test_indices_are_recorded_as_plain_values():
+    """Indices of any type are recorded as int or str, which JSON can hold."""
+
     class Named(Dataset):
         def __getitem__(self, index):
             raise ValueError("no")
@@ -438,7 +467,8 @@ class Interrupting(Dataset):
         raise SystemExit
 
 
-def test_an_executor_replaces_nothing_but_exceptions():
+def test_executors_do_not_replace_system_exit():
+    """`SystemExit` in an executor's worker is raised."""
     with (
         ProcessPoolExecutor(1) as pool,
         DataLoader(Interrupting(), num_workers=1, on_error=ANY, preprocess_executor=pool) as loader,
@@ -474,7 +504,8 @@ class FlakyAsync(Flaky):
 
 @pytest.mark.parametrize("kind", [Flaky, FlakyAsync])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_fails_to_load_is_loaded_again(kind, num_workers):
+def test_failed_loads_are_retried(kind, num_workers):
+    """A load that succeeds at the third attempt is no error."""
     loader = DataLoader(kind(), num_workers=num_workers, on_error=RetryLoad(3, backoff=0))
     assert [batch.item() for batch in loader] == list(range(6))
     assert loader.num_retries == 12
@@ -482,20 +513,23 @@ def test_what_fails_to_load_is_loaded_again(kind, num_workers):
 
 @pytest.mark.parametrize("kind", [Flaky, FlakyAsync])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_after_the_last_attempt_the_exception_is_raised(kind, num_workers):
+def test_the_last_attempt_raises(kind, num_workers):
+    """After the last attempt the exception is raised."""
     loader = DataLoader(kind(), num_workers=num_workers, on_error=RetryLoad(2, backoff=0))
     with pytest.raises(ConnectionError, match="reset"):
         next(iter(loader))
 
 
-def test_other_exceptions_are_raised_at_once():
+def test_other_exceptions_are_not_retried():
+    """Exceptions that `RetryLoad` does not list are raised at once."""
     dataset = Flaky(ValueError("no"))
     with pytest.raises(ValueError, match="no"):
         next(iter(DataLoader(dataset, num_workers=1, on_error=RetryLoad(backoff=0))))
     assert set(dataset.num_attempts.values()) == {1}
 
 
-def test_what_cannot_be_loaded_again_is_replaced():
+def test_failed_retries_are_replaced():
+    """`RetryLoad` comes first, then `ReplaceBadSamples`."""
     loader = DataLoader(
         DamagedStaged(), 4, num_workers=2, on_error=[RetryLoad(2, backoff=0), ANY], seed=1
     )
@@ -512,7 +546,8 @@ class FlakyDrawing(Flaky):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_another_attempt_draws_the_same(num_workers):
+def test_a_retry_draws_the_same(num_workers):
+    """A further attempt draws what the first attempt drew."""
     loader = DataLoader(
         FlakyDrawing(), num_workers=num_workers, on_error=RetryLoad(3, backoff=0), seed=1
     )
@@ -535,7 +570,8 @@ class CountingMany(StagedDataset):
         return [torch.rand(()) for _ in indices]
 
 
-def test_retries_alone_leave_whole_batches_whole():
+def test_retries_keep_load_many():
+    """With `RetryLoad` alone, `load_many` still gets whole batches."""
     drawn = []
     for num_workers in (0, 1):
         dataset = CountingMany()
@@ -565,8 +601,10 @@ class NeverLoadedAsync(NeverLoaded):
 
 
 @pytest.mark.parametrize("kind", [NeverLoaded, NeverLoadedAsync])
-def test_a_pause_ends_with_the_loop(kind):
-    """Closing warns if a thread does not end, and a warning fails the test."""
+def test_a_pause_ends_with_the_epoch(kind):
+    """A worker that waits for its next attempt ends when the loop is left. (A thread that does
+    not end is a warning, which fails the test.)
+    """
     dataset = kind()
     loader = DataLoader(dataset, num_workers=2, on_error=RetryLoad(3, backoff=3600))
     for _ in loader:
@@ -574,7 +612,8 @@ def test_a_pause_ends_with_the_loop(kind):
         break
 
 
-def test_pauses_become_longer():
+def test_pauses_double_each_time():
+    """Each pause is twice as long as the one before."""
     assert list(RetryLoad(4, backoff=0.5).pauses()) == [0.5, 1.0, 2.0]
 
 
@@ -595,7 +634,8 @@ def test_pauses_become_longer():
         (Damaged(), {"on_error": RetryLoad()}, "Make it a StagedDataset"),
     ],
 )
-def test_what_cannot_be_done_is_refused(dataset, arguments, advice):
+def test_impossible_policies_are_refused(dataset, arguments, advice):
+    """`on_error` is checked when the loader is made."""
     with pytest.raises(ValueError, match=advice):
         DataLoader(dataset, **arguments)
 
@@ -610,5 +650,6 @@ def test_what_cannot_be_done_is_refused(dataset, arguments, advice):
     ],
 )
 def test_policies_check_their_arguments(make):
+    """Limits outside of their range are refused."""
     with pytest.raises(ValueError, match="must be"):
         make()

@@ -603,7 +603,7 @@ def test_the_intra_op_threads_of_other_threads_are_left_alone():
 
 EXIT = """
 import threading, asyncio, time, torch
-from spdl_torch import DataLoader, RetryLoad, StagedDataset, _worker_info
+from spdl_torch import DataLoader, RetryLoad, StagedDataset
 
 class Data(StagedDataset):
     def __init__(self):

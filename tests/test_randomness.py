@@ -1,4 +1,4 @@
-"""What samples draw: the same whoever loads them, and nothing from the training loop."""
+"""What samples draw: the same with any workers, and nothing from the training loop's RNG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import islice
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision.transforms import v2
 
 from spdl_torch import DataLoader, DistributedRandomSampler, StagedDataset
@@ -47,7 +48,8 @@ def loader_of(dataset=None, *, num_workers=2, batch_size=4, seed=5, **arguments)
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
-def test_a_sample_draws_the_same_whoever_loads_it_and_with_whom(num_workers, batch_size):
+def test_draws_do_not_depend_on_workers(num_workers, batch_size):
+    """A sample draws the same numbers for any number of workers and any batch size."""
     expected = drawn(loader_of())
     assert len({value for _, value in expected}) == SIZE
     assert drawn(loader_of(num_workers=num_workers, batch_size=batch_size)) == expected
@@ -73,7 +75,8 @@ def test_a_sample_draws_the_same_whoever_loads_it_and_with_whom(num_workers, bat
         lambda: torch.distributions.Normal(0.0, 1.0).sample(),
     ],
 )
-def test_whatever_draws_through_torch_draws_from_the_sample(draw):
+def test_every_torch_function_draws_per_sample(draw):
+    """Every function of torch that draws uses the RNG of the sample, and not the global one."""
     before = torch.get_rng_state()
     values = drawn(loader_of(Drawing(draw), num_workers=8))
     assert len({value for _, value in values}) > SIZE // 4
@@ -81,7 +84,9 @@ def test_whatever_draws_through_torch_draws_from_the_sample(draw):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_generator_that_is_given_is_used():
+def test_an_explicit_generator_is_used():
+    """A draw with `generator=` uses that generator."""
+
     def draw():
         return torch.rand((), generator=torch.Generator().manual_seed(3))
 
@@ -90,22 +95,26 @@ def test_a_generator_that_is_given_is_used():
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_every_epoch_draws_other_numbers(persistent_workers):
+    """No number of one epoch is drawn in another."""
     with loader_of(persistent_workers=persistent_workers) as loader:
         epochs = [drawn(loader) for _ in range(3)]
     values = {value for epoch in epochs for _, value in epoch}
     assert len(values) == 3 * SIZE
 
 
-def test_the_seed_is_drawn_as_torch_draws_it():
+def test_the_generator_seeds_the_samples():
+    """Without `seed`, the loader's generator decides what samples draw."""
     assert drawn(loader_of(seed=5)) != drawn(loader_of(seed=6))
 
 
-def test_an_index_that_is_drawn_twice_draws_other_numbers():
+def test_a_repeated_index_draws_other_numbers():
+    """A sampler may draw an index twice in an epoch; each sample draws its own numbers."""
     values = drawn(loader_of(sampler=[3] * SIZE))
     assert len({value for _, value in values}) == SIZE
 
 
-def test_augmented_images_are_the_same_for_any_number_of_workers():
+def test_augmentation_does_not_depend_on_workers():
+    """torchvision's transforms make the same images for 1 and 8 workers."""
     transform = v2.Compose(
         [
             v2.RandomResizedCrop(8),
@@ -140,6 +149,8 @@ class InStages(StagedDataset):
 
 
 def test_each_stage_draws_its_own_numbers():
+    """What a sample draws in load is independent of what it draws in preprocess."""
+
     def epoch(num_workers):
         return torch.cat([values for _, values in loader_of(InStages(), num_workers=num_workers)])
 
@@ -148,7 +159,9 @@ def test_each_stage_draws_its_own_numbers():
     assert torch.equal(epoch(7), values)
 
 
-def test_what_collate_draws_belongs_to_the_batch():
+def test_collate_draws_once_per_batch():
+    """What a collate function draws depends on the batch alone."""
+
     def collate(samples):
         return torch.tensor([index for index, _ in samples]), torch.rand(len(samples))
 
@@ -162,13 +175,16 @@ class DrawingTogether(Drawing):
         return list(zip(indices, torch.rand(len(indices)), strict=True))
 
 
-def test_what_is_loaded_together_draws_together():
+def test_whole_batch_hooks_draw_per_batch():
+    """What `__getitems__` draws depends on the batch alone."""
     expected = drawn(loader_of(DrawingTogether(), num_workers=1))
     assert len({value for _, value in expected}) == SIZE
     assert drawn(loader_of(DrawingTogether(), num_workers=8)) == expected
 
 
-def test_the_generators_of_the_sample_are_there_for_who_asks():
+def test_worker_info_has_the_generators():
+    """`get_worker_info().rng` has the generators of the current sample."""
+
     def draw():
         rng = get_worker_info().rng
         assert torch.thread_safe_generator() is rng.torch_generator
@@ -191,7 +207,8 @@ def test_the_generators_of_the_sample_are_there_for_who_asks():
 
 @pytest.mark.parametrize("num_batches", [0, 1, 2])
 @pytest.mark.parametrize("new_batch_size", [4, 5])
-def test_a_restored_epoch_goes_on_drawing_the_same(num_batches, new_batch_size):
+def test_a_resumed_epoch_draws_the_same(num_batches, new_batch_size):
+    """After a resume, also with another batch size, samples draw what they would have drawn."""
     loader = loader_of(shuffle=True)
     iterator = iter(loader)
     list(islice(iterator, num_batches))
@@ -202,7 +219,8 @@ def test_a_restored_epoch_goes_on_drawing_the_same(num_batches, new_batch_size):
     assert drawn(resumed) == expected
 
 
-def test_persistent_workers_go_on_drawing_the_same_in_a_later_epoch():
+def test_a_later_epoch_resumes_the_same():
+    """The second epoch of persistent workers can be resumed by a loader in its first."""
     with loader_of(persistent_workers=True) as loader:
         drawn(loader)
         iterator = iter(loader)
@@ -214,7 +232,9 @@ def test_persistent_workers_go_on_drawing_the_same_in_a_later_epoch():
     assert drawn(resumed) == expected
 
 
-def test_another_number_of_ranks_draws_the_same_for_the_same_samples():
+def test_ranks_do_not_change_draws():
+    """A sample draws the same numbers after a resume with another number of ranks."""
+
     def loaders(world_size):
         return [
             loader_of(
@@ -251,7 +271,10 @@ class DrawingStream(IterableDataset):
             yield 100 * worker_id + number, torch.rand(()) if number else first
 
 
-def test_the_workers_of_an_iterable_dataset_draw_the_same_again():
+def test_iterable_workers_draw_the_same_again():
+    """The same seed makes the same draws of an iterable dataset, and the global RNG is left
+    alone.
+    """
     before = torch.get_rng_state()
     expected = drawn(loader_of(DrawingStream(), num_workers=3))
     assert len({value for _, value in expected}) == 3 * SIZE
@@ -260,7 +283,8 @@ def test_the_workers_of_an_iterable_dataset_draw_the_same_again():
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_the_workers_of_an_iterable_dataset_draw_other_numbers_in_every_epoch(persistent_workers):
+def test_iterable_epochs_draw_other_numbers(persistent_workers):
+    """Workers of an iterable dataset draw other numbers in each epoch."""
     with loader_of(DrawingStream(), persistent_workers=persistent_workers) as loader:
         values = {value for _ in range(2) for _, value in drawn(loader)}
     assert len(values) == 2 * 2 * SIZE
@@ -269,21 +293,99 @@ def test_the_workers_of_an_iterable_dataset_draw_other_numbers_in_every_epoch(pe
 # -- what is left alone ---------------------------------------------------------------------------
 
 
-def test_without_workers_samples_draw_from_the_global_generator():
+def test_without_workers_samples_draw_globally():
+    """With `num_workers=0` and no seed, samples draw from torch's global RNG, as in torch."""
     torch.manual_seed(3)
     values = [value for _, value in drawn(loader_of(num_workers=0))]
     torch.manual_seed(3)
     assert values == [torch.rand(()).item() for _ in range(SIZE)]
 
 
-def test_the_training_loop_draws_from_its_own_generator_meanwhile():
+def test_the_training_loop_draws_undisturbed():
+    """While workers draw, the training loop draws from the global RNG as if they did not."""
     torch.manual_seed(3)
     values = [torch.rand(()).item() for _ in loader_of()]
     torch.manual_seed(3)
     assert values == [torch.rand(()).item() for _ in range(3)]
 
 
-def test_a_dataset_of_tensors_is_loaded_as_it_is():
+class DrawingRows:
+    """Draws when it is indexed."""
+
+    def __getitem__(self, index):
+        return index, torch.rand(())
+
+
+class Rows(Dataset):
+    """Calls no function itself, like datasets that only index a tensor."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class DrawingProperty(Rows):
+    @property
+    def rows(self):
+        return DrawingRows()
+
+    @rows.setter
+    def rows(self, rows):
+        vars(self)["rows"] = rows
+
+
+class DrawingLookup(Rows):
+    def __getattribute__(self, name):
+        return DrawingRows() if name == "rows" else super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Rows(DrawingRows()),
+        DrawingProperty(torch.zeros(SIZE)),
+        DrawingLookup(torch.zeros(SIZE)),
+        Subset(Rows(DrawingRows()), range(SIZE)),
+    ],
+    ids=["indexed object", "property", "__getattribute__", "Subset"],
+)
+def test_indexing_may_draw_per_sample(dataset):
+    """A dataset that only indexes one of its attributes may draw by that."""
+    before = torch.get_rng_state()
+    values = drawn(loader_of(dataset, num_workers=8))
+    assert len({value for _, value in values}) == SIZE
+    assert drawn(loader_of(dataset, num_workers=1)) == values
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_registered_collate_functions_draw_per_batch(monkeypatch):
+    """A function that a user adds to torch's collate map draws from the RNG of the batch."""
+
+    def collate(samples, **_):
+        return torch.stack(samples).long(), torch.rand(len(samples))
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate)
+    before = torch.get_rng_state()
+    dataset = Rows(torch.arange(SIZE))
+    values = drawn(loader_of(dataset, num_workers=8))
+    assert len({value for _, value in values}) == SIZE
+    assert drawn(loader_of(dataset, num_workers=1)) == values
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rows_of_tensors_are_loaded():
+    """A dataset that only indexes a tensor is loaded in order."""
+    batches = loader_of(Rows(torch.arange(SIZE)), num_workers=2)
+    assert torch.cat(list(batches)).tolist() == list(range(SIZE))
+
+
+def test_tensor_datasets_are_loaded_unchanged():
+    """A `TensorDataset` is loaded in order."""
     tensors = torch.arange(SIZE)
     assert [batch[0].tolist() for batch in loader_of(TensorDataset(tensors))] == [
         list(range(first, first + 4)) for first in range(0, SIZE, 4)

@@ -1,4 +1,4 @@
-"""`seed=`: the same bits whoever makes the samples."""
+"""`seed=`: bit-identical samples with every kind of workers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from torchvision.transforms import v2
 import spdl_torch
 from spdl_torch import DataLoader, DistributedRandomSampler, StagedDataset
 
+from .tiers import pairwise, sampled
+
 SIZE = 11
 ALL_WORKERS = [
     pytest.param({"num_workers": 0}, id="calling thread"),
@@ -43,6 +45,7 @@ ALL_WORKERS = [
     ),
 ]
 all_workers = pytest.mark.parametrize("workers", ALL_WORKERS)
+WORKERS = {param.id: param.values[0] for param in ALL_WORKERS}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,8 @@ def flat(batches):
 
 @pytest.mark.parametrize("num_batches", [0, 2, 4])
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy])
-def test_a_copy_goes_on_with_the_next_epoch(clone, num_batches):
+def test_a_copy_continues_with_next_epoch(clone, num_batches):
+    """A copy of a loader begins with the epoch that the loader would begin."""
     arguments = {"batch_size": 3, "seed": 7, "shuffle": True, "num_workers": 2}
     expected = epochs(range(SIZE), {"num_workers": 2}, 4)
     loader = DataLoader(range(SIZE), **arguments)
@@ -130,7 +134,8 @@ def augmented(request):
 
 
 @all_workers
-def test_augmented_images_are_the_same_to_the_bit(augmented, workers):
+def test_augmented_images_are_bit_identical(augmented, workers):
+    """All kinds of workers make the images of the calling thread."""
     dataset, expected = augmented
     for ours, theirs in zip(epochs(dataset, workers), expected, strict=True):
         for (images, labels), (expected_images, expected_labels) in zip(ours, theirs, strict=True):
@@ -138,7 +143,8 @@ def test_augmented_images_are_the_same_to_the_bit(augmented, workers):
             assert torch.equal(labels, expected_labels)
 
 
-def test_augmented_images_without_order_are_the_same_set(augmented):
+def test_unordered_batches_are_bit_identical(augmented):
+    """With `in_order=False` the same batches arrive in any order."""
     dataset, expected = augmented
     batches = epochs(dataset, {"num_workers": 8}, in_order=False)
     assert [sorted(map(flat, epoch)) for epoch in batches] == [
@@ -147,13 +153,15 @@ def test_augmented_images_without_order_are_the_same_set(augmented):
 
 
 @pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_an_executor_gives_the_same_bits(augmented, executors, kind):
+def test_executors_make_identical_images(augmented, executors, kind):
+    """Executors with threads and with processes make the images of the calling thread."""
     dataset, expected = augmented
     workers = {"num_workers": 2, "preprocess_executor": executors[kind]}
     assert flat(epochs(dataset, workers)) == flat(expected)
 
 
-def test_every_sample_and_every_epoch_draws_its_own(augmented):
+def test_every_sample_draws_its_own(augmented):
+    """Each sample of each epoch is augmented differently, and each epoch has another order."""
     _, expected = augmented
     images = [tuple(image.flatten().tolist()) for e in expected for b, _ in e for image in b]
     assert len(set(images)) == 2 * SIZE
@@ -162,13 +170,15 @@ def test_every_sample_and_every_epoch_draws_its_own(augmented):
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(SIZE))
 
 
-def test_another_seed_gives_other_bits(augmented):
+def test_another_seed_changes_the_images(augmented):
+    """Another seed makes other images."""
     dataset, expected = augmented
     assert flat(epochs(dataset, {"num_workers": 2}, seed=8)) != flat(expected)
 
 
 @all_workers
-def test_the_training_loops_generators_are_left_alone(workers):
+def test_global_generators_are_left_alone(workers):
+    """An epoch advances torch's global RNG by one draw, as in torch, and no other generator."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -277,37 +287,48 @@ class Forking(Dataset):
         return torch.stack([first, torch.rand(())])
 
 
-DATASETS = [
-    InStages(),
-    InStagesAsync(),
-    Many(),
-    ManyAsync(),
-    AtOnce(),
-    Subset(InStages(), [9, 3, 1, 4, 10]),
-    Elsewhere(),
-    ImageAndMask(),
-    Forking(),
-]
+DATASETS = {
+    type(dataset).__name__: dataset
+    for dataset in (
+        InStages(),
+        InStagesAsync(),
+        Many(),
+        ManyAsync(),
+        AtOnce(),
+        Subset(InStages(), [9, 3, 1, 4, 10]),
+        Elsewhere(),
+        ImageAndMask(),
+        Forking(),
+    )
+}
 
 
-@pytest.fixture(scope="module", params=DATASETS, ids=lambda dataset: type(dataset).__name__)
-def drawing(request):
-    return request.param, flat(epochs(request.param, {"num_workers": 0}))
+@pytest.fixture(scope="module")
+def expected_bits():
+    """Two epochs of each dataset in the calling thread."""
+    return {name: flat(epochs(dataset, {"num_workers": 0})) for name, dataset in DATASETS.items()}
 
 
-@all_workers
-def test_datasets_of_every_kind_draw_the_same_bits(drawing, workers):
-    dataset, expected = drawing
-    assert flat(epochs(dataset, workers)) == expected
+@pytest.mark.parametrize(
+    "case", sampled([f"{name} in {workers}" for name in DATASETS for workers in WORKERS], every=4)
+)
+def test_all_datasets_draw_identical_bits(expected_bits, case):
+    """All kinds of workers make samples of every kind of dataset as the calling thread does."""
+    name, _, workers = case.partition(" in ")
+    assert flat(epochs(DATASETS[name], WORKERS[workers])) == expected_bits[name]
 
 
-def test_executors_preprocess_datasets_of_every_kind_to_the_same_bits(drawing, executors):
-    dataset, expected = drawing
+@pytest.mark.parametrize("name", DATASETS)
+def test_executors_draw_identical_bits(expected_bits, executors, name):
+    """A process pool makes samples of every kind of dataset as the calling thread does."""
     workers = {"num_workers": 2, "preprocess_executor": executors["processes"]}
-    assert flat(epochs(dataset, workers)) == expected
+    assert flat(epochs(DATASETS[name], workers)) == expected_bits[name]
 
 
-def test_an_async_load_in_the_calling_thread_draws_from_the_sample_whatever_came_before():
+def test_async_load_draws_in_calling_thread():
+    """An async load in the calling thread draws per sample, also after a call outside of any
+    loader.
+    """
     dataset = InStagesAsync()
     expected = flat(epochs(dataset, {"num_workers": 2}))
     dataset[0]  # Outside of any loader, in an event loop of this thread.
@@ -315,7 +336,8 @@ def test_an_async_load_in_the_calling_thread_draws_from_the_sample_whatever_came
 
 
 @all_workers
-def test_samples_without_batches_draw_the_same_bits(workers):
+def test_unbatched_samples_are_bit_identical(workers):
+    """With `batch_size=None` all kinds of workers make the same samples."""
     dataset = AtOnce()
     expected = flat(epochs(dataset, {"num_workers": 0}, batch_size=None))
     assert len(set(expected[1::2])) == 2 * SIZE
@@ -323,19 +345,22 @@ def test_samples_without_batches_draw_the_same_bits(workers):
 
 
 @all_workers
-def test_an_image_and_its_mask_are_cropped_alike(workers):
+def test_image_and_mask_are_cropped_alike(workers):
+    """`torch.manual_seed()` in a sample repeats what the sample drew."""
     for epoch in epochs(ImageAndMask(), workers):
         for images, masks in epoch:
             assert torch.equal(images, masks)
 
 
-def test_an_image_and_its_mask_are_cropped_alike_without_a_seed():
+def test_masks_are_cropped_alike_without_seed():
+    """`torch.manual_seed()` in a sample acts on its RNG without a `seed` too."""
     for images, masks in DataLoader(ImageAndMask(), batch_size=3, num_workers=4):
         assert torch.equal(images, masks)
 
 
 @all_workers
-def test_a_collate_function_draws_the_same_bits(workers):
+def test_collate_draws_are_bit_identical(workers):
+    """A collate function draws the same numbers with all kinds of workers."""
     dataset = TensorDataset(torch.arange(float(SIZE)))
     expected = flat(epochs(dataset, {"num_workers": 0}, collate_fn=_mixed))
     assert flat(epochs(dataset, workers, collate_fn=_mixed)) == expected
@@ -366,7 +391,8 @@ class Streamed(IterableDataset):
         ({"num_workers": 2, "persistent_workers": True}, {"num_workers": 2}),
     ],
 )
-def test_iterable_datasets_draw_the_same_bits_in_as_many_workers(some, others):
+def test_iterable_datasets_are_bit_identical(some, others):
+    """The same number of threads and of processes reads the same samples."""
     expected = epochs(Streamed(), some, shuffle=None)
     assert flat(epochs(Streamed(), others, shuffle=None)) == flat(expected)
     assert flat(expected[0]) != flat(expected[1])
@@ -387,7 +413,8 @@ def test_iterable_datasets_draw_the_same_bits_in_as_many_workers(some, others):
     ids=["random", "with replacement", "weighted", "subset", "ours"],
 )
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_samplers_that_draw_from_torch_give_the_same_order(sampler, num_workers):
+def test_samplers_follow_the_seed(sampler, num_workers):
+    """Samplers that draw from torch have the order of the seed, and another one in each epoch."""
     torch.manual_seed(1)
     first = epochs(range(SIZE), {"num_workers": num_workers}, shuffle=None, sampler=sampler())
     torch.manual_seed(2)
@@ -400,7 +427,8 @@ def test_samplers_that_draw_from_torch_give_the_same_order(sampler, num_workers)
 
 
 @all_workers
-def test_an_epoch_can_be_chosen(workers):
+def test_set_epoch_chooses_the_epoch(workers):
+    """`set_epoch()` chooses order and draws, and later epochs count from there."""
     with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **workers) as loader:
         expected = [flat(list(loader)) for _ in range(3)]
         for epoch in (2, 0, 1):
@@ -410,7 +438,8 @@ def test_an_epoch_can_be_chosen(workers):
         assert flat(list(loader)) == expected[2]
 
 
-def test_an_epoch_can_be_chosen_after_the_iterator_was_made():
+def test_set_epoch_works_after_iter():
+    """`set_epoch()` between `iter()` and the first batch still counts."""
     expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=4)
     loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
     iterator = iter(loader)
@@ -419,39 +448,43 @@ def test_an_epoch_can_be_chosen_after_the_iterator_was_made():
     assert flat(list(loader)) == flat(expected[3])
 
 
-def test_an_iterator_that_was_never_used_takes_no_epoch():
+def test_an_unused_iterator_takes_no_epoch():
+    """An iterator without a `next()` does not count as an epoch."""
     expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=1)
     loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
     iter(loader)
     assert flat(list(loader)) == flat(expected[0])
 
 
-def test_an_epoch_that_was_broken_off_counts():
+def test_an_abandoned_epoch_counts():
+    """After a `break` the next epoch has the next number."""
     expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=2)
     loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
     next(iter(loader))
     assert flat(list(loader)) == flat(expected[1])
 
 
-@all_workers
-@pytest.mark.parametrize("resumed_in", [{"num_workers": 0}, {"num_workers": 3}], ids=str)
-@pytest.mark.parametrize("num_before", [0, 2, 4])
-def test_a_run_goes_on_with_the_same_bits(workers, resumed_in, num_before):
+@pytest.mark.parametrize(
+    ("workers", "resumed_in", "num_before"), pairwise(WORKERS, [0, 3], [0, 2, 4])
+)
+def test_a_resumed_run_is_bit_identical(workers, resumed_in, num_before):
+    """A checkpoint of one kind of workers is resumed by another with the same samples."""
     expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=3)
-    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **workers) as loader:
+    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **WORKERS[workers]) as loader:
         list(loader)
         iterator = iter(loader)
         for _ in range(num_before):
             next(iterator)
         state = loader.state_dict()
         del iterator
-    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, **resumed_in) as loader:
+    with DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=resumed_in) as loader:
         loader.load_state_dict(state)
         assert flat(list(loader)) == flat(expected[1][num_before:])
         assert flat(list(loader)) == flat(expected[2])
 
 
-def test_a_state_saved_between_epochs_goes_on_with_the_same_bits():
+def test_states_between_epochs_resume_identically():
+    """A checkpoint from between two epochs resumes with the next epoch."""
     expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=3)
     loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
     states = [loader.state_dict()]
@@ -484,13 +517,15 @@ class ThreadSafe(AtOnce):
 
 
 @all_workers
-def test_a_loader_inside_a_sample_draws_the_same_bits(workers):
+def test_nested_loaders_are_bit_identical(workers):
+    """A loader inside a sample draws from its own seed, and the sample from its own."""
     expected = flat(epochs(Inside(), {"num_workers": 0}))
     assert len(set(expected)) > 2 * SIZE
     assert flat(epochs(Inside(), workers)) == expected
 
 
-def test_without_a_seed_the_calling_thread_draws_from_torchs_generator():
+def test_without_seed_draws_match_torch():
+    """With `num_workers=0` and no seed the batches are those of torch's loader."""
     torch.manual_seed(3)
     ours = list(DataLoader(AtOnce(), batch_size=3, shuffle=True))
     torch.manual_seed(3)
@@ -498,7 +533,8 @@ def test_without_a_seed_the_calling_thread_draws_from_torchs_generator():
     assert flat(ours) == flat(theirs)
 
 
-def test_sample_rng_follows_torchs_seed_where_nothing_is_known_of_a_sample():
+def test_sample_rng_falls_back_to_torch():
+    """Outside of a sample, `sample_rng()` is seeded from torch's global RNG."""
     torch.manual_seed(3)
     first = spdl_torch.sample_rng()
     torch.manual_seed(3)
@@ -516,7 +552,8 @@ class WorkerSeed(Dataset):
         return torch.tensor([get_worker_info().seed, int(np.random.randint(1 << 30))])
 
 
-def test_the_seeds_of_worker_processes_are_others_in_every_epoch():
+def test_process_seeds_change_every_epoch():
+    """Worker processes have other seeds in each epoch, and the same ones in each run."""
     workers = {"num_workers": 1, "worker_method": "multiprocessing"}
     first, second = epochs(WorkerSeed(), workers)
     assert not set(flat(first)) & set(flat(second))
@@ -524,14 +561,17 @@ def test_the_seeds_of_worker_processes_are_others_in_every_epoch():
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32])
-def test_an_index_of_numpys_draws_what_pythons_draws(kind):
+def test_numpy_indices_draw_the_same(kind):
+    """The integer type of an index does not change what its sample draws."""
     sampler = [kind(n) for n in range(SIZE)]
     numpys = flat(epochs(AtOnce(), {"num_workers": 2}, shuffle=None, sampler=sampler))
     assert numpys == flat(epochs(AtOnce(), {"num_workers": 2}, shuffle=None))
 
 
 @pytest.mark.parametrize("function", [torch.seed, torch.initial_seed])
-def test_torchs_other_seeding_functions_act_on_the_sample_too(function):
+def test_seeding_functions_act_on_samples(function):
+    """`torch.seed()` and `torch.initial_seed()` act on the RNG of the sample."""
+
     class Seeding(AtOnce):
         def __getitem__(self, index):
             seeds.append(function())
@@ -546,7 +586,10 @@ def test_torchs_other_seeding_functions_act_on_the_sample_too(function):
     assert torch.initial_seed() == 5
 
 
-def test_a_chosen_epoch_counts_after_a_state_was_saved():
+def test_set_epoch_works_after_state_dict():
+    """A checkpoint does not fix the next epoch, and `set_epoch()` may name the resumed one
+    again.
+    """
     expected = epochs(AtOnce(), {"num_workers": 0}, num_epochs=4)
     loader = DataLoader(AtOnce(), batch_size=3, shuffle=True, seed=7, num_workers=2)
     loader.state_dict()
@@ -562,7 +605,8 @@ def test_a_chosen_epoch_counts_after_a_state_was_saved():
     assert flat([*first, *again]) == flat(expected[1])
 
 
-def test_the_dataset_that_a_worker_process_sees_is_the_users():
+def test_worker_processes_see_the_dataset():
+    """`get_worker_info().dataset` in a worker process is the user's dataset."""
     (name,) = set(flat(epochs(Shown(), {"num_workers": 1, "worker_method": "multiprocessing"})))
     assert name == 1
 
@@ -577,16 +621,19 @@ class Shown(Dataset):
 
 @pytest.mark.parametrize("seed", [2.5, "7"])
 def test_a_seed_is_an_int(seed):
+    """Other types than int are refused."""
     with pytest.raises(TypeError, match="seed must be an int"):
         DataLoader(AtOnce(), seed=seed)
 
 
-def test_a_seed_and_a_generator_are_one_too_many():
+def test_seed_and_generator_exclude_each_other():
+    """`seed` together with `generator` is refused."""
     with pytest.raises(ValueError, match="Leave out one of them"):
         DataLoader(AtOnce(), seed=1, generator=torch.Generator())
 
 
-def test_torchs_distributed_sampler_keeps_its_own_seed():
+def test_distributed_sampler_keeps_its_seed():
+    """torch's `DistributedSampler` has a seed of its own, which the ranks share."""
     sampler = DistributedSampler(range(SIZE), num_replicas=2, rank=0, seed=5)
     first = flat(epochs(range(SIZE), {"num_workers": 2}, 1, shuffle=None, sampler=sampler))
     assert first == list(sampler)

@@ -35,11 +35,13 @@ class Ids(Squares):
         return info.id
 
 
-def test_each_worker_has_an_id_of_its_own():
+def test_each_worker_has_an_id():
+    """The ids of the workers are 0 to num_workers - 1."""
     assert sorted(batch.item() for batch in DataLoader(Ids(5), num_workers=5)) == list(range(5))
 
 
-def test_there_is_none_in_the_main_thread_even_while_workers_run():
+def test_the_main_thread_has_no_info():
+    """`get_worker_info()` is None in the main thread, also while workers run."""
     assert get_worker_info() is None
     dataset = Gated(4, gated_index=1)
     iterator = iter(DataLoader(dataset, num_workers=2))
@@ -64,12 +66,14 @@ class OuterId(Squares):
         return get_worker_info().num_workers
 
 
-def test_a_nested_loader_has_its_own_and_one_without_workers_the_outer_one():
+def test_nested_loaders_have_their_info():
+    """Workers of a nested loader have their own info; without workers it is the outer one."""
     loader = DataLoader(InfoOfNested(6), num_workers=3, collate_fn=list)
     assert list(loader) == [[(0, 3)]] * 6
 
 
-def test_torchs_worker_processes_have_theirs_beside_ours():
+def test_torch_processes_keep_their_info():
+    """Worker processes of torch's loader still find their own info."""
     list(DataLoader(Squares(4), num_workers=2))  # Our threads have been here before.
     loader = torch.utils.data.DataLoader(Sharded(8), num_workers=2)
     assert [batch.item() for batch in loader] == list(range(8))
@@ -83,7 +87,8 @@ class ForksInAWorker(Squares):
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_process_forked_from_a_worker_is_not_a_worker():
+def test_a_forked_child_is_no_worker():
+    """`get_worker_info()` is None in a process that a worker thread forks."""
     assert [batch.item() for batch in DataLoader(ForksInAWorker(2), num_workers=1)] == [0, 0]
 
 
@@ -98,7 +103,8 @@ class Tensors(Squares):
 
 
 @pytest.mark.parametrize("collate_fn", [None, collate_and_ask])
-def test_batches_are_not_put_into_shared_memory(collate_fn):
+def test_batches_are_not_in_shared_memory(collate_fn):
+    """Worker threads do not collate into shared memory."""
     for batch in DataLoader(Tensors(4), batch_size=2, num_workers=2, collate_fn=collate_fn):
         assert not batch.is_shared()
 
@@ -110,7 +116,9 @@ def states():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
-def test_worker_init_fn_runs_once_in_each_worker_before_its_first_sample():
+def test_worker_init_fn_runs_once_per_worker():
+    """It runs in each worker before that makes a sample."""
+
     class Checks(Squares):
         def __getitem__(self, index):
             return threading.current_thread().name in ready
@@ -124,7 +132,9 @@ def test_worker_init_fn_runs_once_in_each_worker_before_its_first_sample():
     assert len(set(ready)) == len(ready) == 3
 
 
-def test_worker_init_fn_may_seed_everything_and_the_training_loop_does_not_notice():
+def test_worker_init_fn_may_seed_everything():
+    """What it does to the global generators is undone."""
+
     def init(worker_id):
         random.seed(0)
         np.random.seed(0)
@@ -136,8 +146,8 @@ def test_worker_init_fn_may_seed_everything_and_the_training_loop_does_not_notic
     assert states() == before
 
 
-def test_worker_init_fns_may_wait_for_each_other_and_fork_with_datapipes_too():
-    """No lock is held while they run."""
+def test_worker_init_fns_may_fork():
+    """They may also wait for each other with datapipes: no lock is held while they run."""
     together = threading.Barrier(2)
 
     def fork():
@@ -155,7 +165,9 @@ def test_worker_init_fns_may_wait_for_each_other_and_fork_with_datapipes_too():
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))
 
 
-def test_worker_init_fns_may_wait_for_each_other():
+def test_worker_init_fns_may_wait():
+    """They may wait for each other."""
+
     def init(worker_id):
         together.wait(PATIENCE_SECONDS)
 
@@ -163,7 +175,9 @@ def test_worker_init_fns_may_wait_for_each_other():
     assert len(list(DataLoader(Squares(5), num_workers=3, worker_init_fn=init))) == 5
 
 
-def test_worker_init_fn_may_use_a_loader_with_one():
+def test_worker_init_fn_may_use_a_loader():
+    """A loader inside of it may have a `worker_init_fn` too."""
+
     def inner(worker_id):
         random.seed(worker_id)
 
@@ -179,7 +193,9 @@ def draws():
     return random.random(), np.random.rand(), torch.rand(()).item(), torch.initial_seed()
 
 
-def test_worker_init_fn_finds_the_generators_as_in_torchs_worker_process():
+def test_worker_init_fn_finds_torchs_seeds():
+    """It finds the global generators seeded as in torch's worker process."""
+
     def init(worker_id):
         drawn[worker_id] = list(draws())
 
@@ -207,7 +223,8 @@ class WithBoundInit(Squares):
         return self.worker_id == get_worker_info().id
 
 
-def test_a_method_of_the_dataset_as_worker_init_fn_acts_on_the_workers_copy():
+def test_bound_worker_init_fn_uses_the_copy():
+    """A method of the dataset as `worker_init_fn` acts on the worker's copy of the dataset."""
     dataset = WithBoundInit(20)
     loader = DataLoader(
         dataset, num_workers=3, worker_init_fn=dataset.set_worker_id, copy_dataset=True

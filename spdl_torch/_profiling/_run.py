@@ -17,7 +17,7 @@ from .._bad_samples import BadSamplePolicy, policies_of
 from .._dataset import Hooks, StagedDataset, finished, hooks_of
 from .._dataset_copy import DatasetCopies
 from .._engine import Span
-from .._randomness import preserve_global_rng
+from .._random import preserve_global_rng
 from .._stats import LoaderStats
 from ._profile import Headroom, Profile, Scaling
 

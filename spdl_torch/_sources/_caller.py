@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.utils.data.graph_settings import apply_sharding
 
 from .._device import Transfer
 from .._engine import EpochClock
-from .._randomness import (
-    RandomnessOfSamples,
-    SampleGenerators,
-    preserve_global_rng,
-    restore_current_rng,
-)
+from .._random import SampleRng, SampleRngMode, preserve_global_rng, restore_current_rng
 from .._resume import IterableProgress, MapProgress, Progress
-from .._samples import keyed_collate, keyed_dataset, keyed_draws
+from .._samples import CountCursor, SampleMaker, draws_of
 from .._settings import LoaderSettings
 from .._worker import collate_for, collate_pinned
-from ._source import Delivery, Made, not_stop_iteration
+from ._source import CLOSED, Delivery, Made, not_stop_iteration
 from ._torch_workers import TorchEpoch
 
 __all__ = ["CallerSource"]
-
-_nothing = contextlib.nullcontext()
 
 
 class CallerSource:
@@ -38,11 +32,10 @@ class CallerSource:
         self._transfer = None if settings.device is None else Transfer(settings.device)
         self.receive: Callable[[Any], Any] | None = None
         if self._transfer is not None:
-            way = self._transfer
-            self.receive = lambda batch: way.receive(way.send(batch))
-        self._is_closed = False
-        self._rng: Any = _nothing
+            transfer = self._transfer
+            self.receive = lambda batch: transfer.receive(transfer.send(batch))
         self.clock = EpochClock("caller")
+        self._is_closed = False
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -61,8 +54,9 @@ class CallerSource:
             collate = collate_for(self._transfer, collate)
         elif epoch.pin_device is not None:
             collate = collate_pinned(collate, epoch.pin_device)
-        self._num_drawn = 0
         self._draws = epoch.draws
+        self._num_drawn = 0
+        self._rng: AbstractContextManager[Any] = nullcontext()
         if isinstance(progress, IterableProgress):
             self._make = self._open_iterable(settings, progress, epoch.dataset, collate)
         else:
@@ -74,18 +68,17 @@ class CallerSource:
         self, settings: LoaderSettings, progress: MapProgress, dataset: Any, collate: Any
     ) -> Callable[[Any], Delivery]:
         policy = settings.bad_sample_policy
-        batched = settings.batched
+        make_batch: Callable[[Any], Any] = partial(_make_batch, dataset, collate, settings.batched)
         if settings.is_seeded or policy.replaces or policy.retries:
-            is_seeded = settings.is_seeded
-            self._draws = keyed_draws(progress, batched=batched, is_seeded=is_seeded)
-            dataset = keyed_dataset(dataset, batched=batched, bad_sample_policy=policy)
-            collate = keyed_collate(collate)
+            batched, is_seeded = settings.batched, settings.is_seeded
+            self._draws = draws_of(progress, batched=batched, is_seeded=is_seeded)
+            make_batch = SampleMaker(dataset, collate, batched=batched, policy=policy).__getitem__
 
         def make(drawn: Any) -> Delivery:
             number = self._num_drawn
             self._num_drawn += 1
             try:
-                return Made(number, collate(_samples(dataset, drawn, batched)))
+                return Made(number, make_batch(drawn))
             except Exception as error:
                 return Made(number, None, not_stop_iteration(error))
 
@@ -97,21 +90,13 @@ class CallerSource:
         progress.warn_of_skipping()
         count = progress.count
         if settings.is_seeded:
-            self._rng = RandomnessOfSamples(
-                SampleGenerators(
-                    lambda: (count.epoch, count.number),
-                    lambda: progress.sample_key(0, count.number),
-                )
-            )
-        # What is read again draws again, and has done so before.
-        kept = preserve_global_rng() if progress.was_drawn else _nothing
-        with kept, self._rng:
+            key = partial(progress.sample_key, 0)
+            self._rng = SampleRngMode(SampleRng(CountCursor(count, key)))
+        # To resume, samples may be read again. What they draw was drawn before the state was saved.
+        preserved = preserve_global_rng() if progress.was_drawn else nullcontext()
+        with preserved, self._rng:
             reader = progress.open(
-                dataset,
-                0,
-                batched=settings.batched,
-                drop_last=settings.drop_last,
-                count=count,
+                dataset, 0, batched=settings.batched, drop_last=settings.drop_last, count=count
             )
         progress.hold(reader)
 
@@ -122,10 +107,10 @@ class CallerSource:
 
         def make(drawn: Any) -> Delivery:
             try:
-                samples = reader.draw(drawn)  # StopIteration ends the epoch.
+                samples = reader.draw(drawn)
+            except StopIteration:
+                raise  # The end of the epoch.
             except Exception as error:
-                if isinstance(error, StopIteration):
-                    raise
                 return Made(position(), None, error)
             try:
                 return Made(position(), collate(samples))
@@ -136,7 +121,7 @@ class CallerSource:
 
     def next(self) -> Delivery:
         if self._is_closed:
-            raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+            raise RuntimeError(CLOSED)
         with restore_current_rng(), self._rng:
             return self._make(next(self._draws))
 
@@ -144,12 +129,13 @@ class CallerSource:
         self._is_closed = True
 
     def close_with(self, holder: Any) -> None:
-        pass
+        """Do nothing: there are no workers."""
 
 
-def _samples(dataset: Any, drawn: Any, batched: bool) -> Any:
+def _make_batch(dataset: Any, collate: Callable[[Any], Any], batched: bool, drawn: Any) -> Any:
+    """Make a batch as torch does, from its global RNG."""
     if not batched:
-        return dataset[drawn]
+        return collate(dataset[drawn])
     if getattr(dataset, "__getitems__", None):
-        return dataset.__getitems__(drawn)
-    return [dataset[index] for index in drawn]
+        return collate(dataset.__getitems__(drawn))
+    return collate([dataset[index] for index in drawn])

@@ -1,16 +1,19 @@
-"""What a source of batches is, for the iterator that takes batches from it."""
+"""The interface between the iterator and the sources of batches."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from .._engine import EpochClock
 from .._resume import Progress
 from .._settings import LoaderSettings
 
-__all__ = ["BatchSource", "Delivery", "Made", "not_stop_iteration"]
+__all__ = ["CLOSED", "BatchSource", "Delivery", "Made", "not_stop_iteration"]
+
+CLOSED: Final = "this iterator is closed. Call iter(loader) for a new one."
+"""The error of a source that is asked for a batch after it was closed."""
 
 
 class Delivery(Protocol):
@@ -25,21 +28,22 @@ class Delivery(Protocol):
 
 
 class BatchSource(Protocol):
-    """Where batches come from. It neither saves nor transfers: the iterator does."""
+    """Where batches come from. The iterator, not the source, saves states and counts batches."""
 
     @property
     def clock(self) -> EpochClock:
         """The clocks of the epoch that runs."""
 
     @property
-    def threads(self) -> list[threading.Thread]: ...
+    def threads(self) -> list[threading.Thread]:
+        """The worker threads of this process."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can begin another epoch: not closed, and in the process that made it."""
+        """Whether another epoch can begin: it is not closed, and not in a forked child."""
 
     receive: Callable[[Any], Any] | None
-    """What the loop's thread has to do with a batch, if it goes to a device."""
+    """What the consumer's thread does with each batch, if batches go to a device."""
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         """Begin an epoch. The epoch before it, if it is not over, is abandoned."""
@@ -48,7 +52,7 @@ class BatchSource(Protocol):
         """Return the next batch; raise StopIteration at the end of the epoch."""
 
     def close(self, *, quickly: bool = False) -> None:
-        """End the workers, and wait for them; only for a moment if it has to be quick."""
+        """End the workers and wait for them, or only for a moment. Then `next` raises."""
 
     def close_with(self, holder: Any) -> None:
         """Close when the holder is garbage-collected."""

@@ -30,8 +30,9 @@ from .._engine import (
     TransferStage,
     Window,
 )
-from .._randomness import KeyedHook, preserve_global_rng
+from .._random import preserve_global_rng
 from .._resume import IterableProgress, Progress
+from .._samples import KeyedHook
 from .._settings import LoaderSettings
 from .._worker import WorkerSetup, datapipe_graph_lock
 from ._source import Delivery
@@ -89,7 +90,16 @@ class ThreadSource:
         self._timeout_seconds = settings.timeout or None
         # Before the dataset is copied for the workers.
         progress.restore_dataset(self._dataset, has_begun=True)
-        self._worker_setup = WorkerSetup.of(settings, self._epoch, self._transfer)
+        self._worker_setup = WorkerSetup(
+            settings,
+            progress,
+            self._transfer,
+            dataset=self._dataset,
+            base_seed=self._epoch.base_seed,
+            shared_seed=self._epoch.shared_seed,
+            shard=self._epoch.shard,
+            pin_device=self._epoch.pin_device,
+        )
         if isinstance(progress, IterableProgress):
             progress.warn_of_skipping()
         self._pipeline = _make_pipeline(settings, self._worker_setup)

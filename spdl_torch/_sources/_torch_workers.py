@@ -5,6 +5,7 @@ This is the only module that knows torch's private iterators.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,11 +21,10 @@ from torch.utils.data.dataloader import (
 
 from .._device import transfer
 from .._engine import EpochClock
-from .._randomness import KeyedIterable, show_dataset
 from .._resume import IterableProgress, MapProgress, Progress
-from .._samples import keyed_collate, keyed_dataset, keyed_draws
+from .._samples import SampleMaker, SeededIterable, draws_of, init_process
 from .._settings import LoaderSettings
-from ._source import Delivery, Made
+from ._source import CLOSED, Delivery, Made
 
 __all__ = ["TorchEpoch", "TorchWorkersSource"]
 
@@ -121,29 +121,19 @@ class TorchEpoch(_SeedsOfProgress):
         return self._world_size, self._rank
 
 
-class _Draws:
-    """The progress of a seeded epoch as an index sampler: each draw comes with its keys."""
-
-    def __init__(self, progress: MapProgress, *, batched: bool) -> None:
-        self._progress = progress
-        self._batched = batched
-
-    def __iter__(self) -> Iterator[Any]:
-        return keyed_draws(self._progress, batched=self._batched, is_seeded=True)
-
-
 class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     """torch's iterator over worker processes."""
 
     def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
         self.progress = progress
         self._settings = settings
+        self._process_id = os.getpid()
         super().__init__(_LoaderView(settings, progress))
 
     @property
     def _index_sampler(self) -> Any:
         if self._settings.is_seeded and isinstance(self.progress, MapProgress):
-            return _Draws(self.progress, batched=self._settings.batched)
+            return draws_of(self.progress, batched=self._settings.batched, is_seeded=True)
         return self.progress
 
     @_index_sampler.setter
@@ -158,13 +148,18 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     def _worker_init_fn(self, worker_init_fn: Any) -> None:
         # torch sets this last of all that it hands to the worker processes.
         if self._settings.is_seeded:
-            worker_init_fn = partial(show_dataset, worker_init_fn)
+            worker_init_fn = partial(init_process, worker_init_fn)
             if isinstance(self.progress, IterableProgress):
                 base_seed, epoch = self.progress.base_seed, self.progress.epoch
-                self._dataset = KeyedIterable(self._dataset, base_seed, epoch)
+                self._dataset = SeededIterable(self._dataset, base_seed, epoch)
             else:
-                self._dataset = keyed_dataset(self._dataset, batched=self._auto_collation)
-                self._collate_fn = keyed_collate(self._collate_fn)
+                self._dataset = SampleMaker(
+                    self._dataset,
+                    self._collate_fn,
+                    batched=self._auto_collation,
+                    policy=self._settings.bad_sample_policy,
+                )
+                self._collate_fn = _unchanged
         self._init_fn_of_workers = worker_init_fn
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
@@ -178,8 +173,22 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
     def num_received(self) -> int:
         return int(self._rcvd_idx)
 
+    @property
+    def is_in_parent(self) -> bool:
+        return os.getpid() == self._process_id
+
+    def _shutdown_workers(self) -> None:
+        # Also called by torch's finaliser. A forked child has a copy of this object, and must not
+        # end the workers of its parent.
+        if self.is_in_parent:
+            super()._shutdown_workers()
+
     def close(self) -> None:
         self._shutdown_workers()
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch  # The dataset of the worker process has made the batch.
 
 
 class TorchWorkersSource:
@@ -187,7 +196,6 @@ class TorchWorkersSource:
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._workers: _Workers | None = None
-        self._num_delivered = 0
         self._is_closed = False
         device = settings.device
         self.receive: Callable[[Any], Any] | None = None
@@ -202,12 +210,8 @@ class TorchWorkersSource:
         return []
 
     @property
-    def processes(self) -> list[Any]:
-        return [] if self._workers is None else self._workers._workers
-
-    @property
     def is_usable(self) -> bool:
-        return not self._is_closed
+        return not self._is_closed and (self._workers is None or self._workers.is_in_parent)
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         self._num_delivered = 0
@@ -224,7 +228,7 @@ class TorchWorkersSource:
 
     def next(self) -> Delivery:
         if self._is_closed:
-            raise RuntimeError("this iterator is closed. Call iter(loader) for a new one.")
+            raise RuntimeError(CLOSED)
         assert self._workers is not None
         num_received = self._workers.num_received
         batch, failure = None, None
@@ -241,7 +245,7 @@ class TorchWorkersSource:
         return Made(number, batch, failure)
 
     def close_with(self, holder: Any) -> None:
-        pass  # torch's own iterator ends its processes when it is collected.
+        """Do nothing: torch's own iterator ends its processes when it is collected."""
 
     def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (torch decides)
         self._is_closed = True

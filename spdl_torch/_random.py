@@ -1,0 +1,332 @@
+"""The random numbers of a sample: what it draws follows from its key, wherever it is made.
+
+A key is a tuple of integers: the seed, the epoch, and which sample of the epoch it is. A thread, a
+worker process, an executor and the calling thread all make generators from it in the same way. The
+process-wide generators belong to the training loop and are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, Token
+from typing import Any, Final, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ._permutation import key_of
+from ._torch_patches import redirect_seeding
+
+__all__ = [
+    "CurrentRng",
+    "Cursor",
+    "Key",
+    "KeyCursor",
+    "SampleRng",
+    "SampleRngMode",
+    "preserve_global_rng",
+    "restart_sample",
+    "restore_current_rng",
+    "sample_rng",
+    "use_rng",
+]
+
+Key = tuple[int, ...]
+
+
+class Cursor(Protocol):
+    """Says at which sample a worker is."""
+
+    @property
+    def position(self) -> Any:
+        """What tells one sample from the next; compared with `!=`.
+
+        It is kept after the sample is done, so it must not refer to objects of the user.
+        """
+
+    def key(self) -> Key:
+        """Return the numbers from which the RNG of the sample is seeded."""
+
+
+class KeyCursor:
+    """A cursor for code that knows the key of each sample it makes."""
+
+    def __init__(self, key: Key = ()) -> None:
+        self._key = key
+        self.position = 0
+
+    def move(self, key: Key) -> None:
+        """Begin the next sample."""
+        self._key = key
+        self.position += 1
+
+    def key(self) -> Key:
+        return self._key
+
+
+class SampleRng:
+    """The generators of the sample at which a cursor is.
+
+    They are seeded by the first draw of a sample, so that a sample that draws nothing costs
+    nothing. Has the attributes of the `rng` in torch's `WorkerInfo`.
+    """
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._seeded_at: Any = None
+        self._seed = 0
+        self._torch_is_seeded = False
+        self._torch_generator: torch.Generator | None = None
+        self._numpy_generator: np.random.Generator | None = None
+        self._random_generator: random.Random | None = None
+
+    @property
+    def torch_generator(self) -> torch.Generator:
+        self._begin_sample()
+        if self._torch_generator is None:
+            self._torch_generator = torch.Generator()
+        if not self._torch_is_seeded:
+            # The object is kept for the next sample: to make one takes longer than to seed it.
+            self._torch_generator.manual_seed(self._seed)
+            self._torch_is_seeded = True
+        return self._torch_generator
+
+    @property
+    def numpy_generator(self) -> np.random.Generator:
+        self._begin_sample()
+        if self._numpy_generator is None:
+            self._numpy_generator = np.random.default_rng(self._seed)
+        return self._numpy_generator
+
+    @property
+    def random_generator(self) -> random.Random:
+        self._begin_sample()
+        if self._random_generator is None:
+            self._random_generator = random.Random(self._seed)
+        return self._random_generator
+
+    def restart(self) -> None:
+        """Draw the same numbers as from the beginning of the sample."""
+        self._seeded_at = None
+
+    def _begin_sample(self) -> None:
+        position = self._cursor.position
+        if position != self._seeded_at:
+            self._seeded_at = position
+            self._seed = key_of(*self._cursor.key())
+            self._torch_is_seeded = False
+            self._numpy_generator = self._random_generator = None
+
+
+_current_rng: ContextVar[SampleRng | None] = ContextVar("spdl_torch_rng", default=None)
+"""The RNG of the sample that is being made in this thread, or in this task of an event loop."""
+
+
+class use_rng(contextlib.AbstractContextManager[None]):  # noqa: N801 (reads as a function)
+    """Make an RNG the current one."""
+
+    def __init__(self, rng: SampleRng) -> None:
+        self._rng = rng
+        self._before: Token[SampleRng | None] | None = None
+
+    def __enter__(self) -> None:
+        self._before = _current_rng.set(self._rng)
+
+    def __exit__(self, *_: Any) -> None:
+        assert self._before is not None
+        # An unfinished task of an event loop may be collected, and so be left, in another context.
+        with contextlib.suppress(ValueError):
+            _current_rng.reset(self._before)
+
+
+class restore_current_rng(contextlib.AbstractContextManager[None]):  # noqa: N801 (reads as a function)
+    """Restore the current RNG afterwards, also after a KeyboardInterrupt at any place."""
+
+    def __enter__(self) -> None:
+        self._before = _current_rng.get()
+
+    def __exit__(self, *_: Any) -> None:
+        _current_rng.set(self._before)
+
+
+def restart_sample() -> None:
+    """Let the current sample draw the same numbers again, because it is tried again."""
+    if (rng := _current_rng.get()) is not None:
+        rng.restart()
+
+
+class CurrentRng:
+    """The `rng` of torch's `WorkerInfo`: the generators of the sample that is being made.
+
+    A worker may make several samples at a time, or one inside another.
+    """
+
+    torch_generator = property(lambda _: _required_rng().torch_generator)
+    numpy_generator = property(lambda _: _required_rng().numpy_generator)
+    random_generator = property(lambda _: _required_rng().random_generator)
+
+
+def _required_rng() -> SampleRng:
+    rng = _current_rng.get()
+    if rng is None:
+        raise RuntimeError(
+            "get_worker_info().rng is there only while a sample is being made. Draw in the hooks "
+            "of the dataset, or from a torch.Generator() of your own."
+        )
+    return rng
+
+
+class SampleGenerators(NamedTuple):
+    """The generators of a sample for code that does not draw through torch."""
+
+    numpy: np.random.Generator
+    random: random.Random
+
+
+def sample_rng() -> SampleGenerators:
+    """Return the generators of the sample that is being made, for a dataset's code.
+
+    What they draw depends on the sample, not on which worker makes it or when. They continue from
+    call to call and are seeded again for the next sample. Where no sample is known, as in torch's
+    own loader or with `num_workers=0` and no `seed`, each call returns new generators, seeded from
+    torch's global RNG.
+
+    >>> from spdl_torch import DataLoader, StagedDataset, sample_rng
+    >>> load = lambda index: sample_rng().random.random()
+    >>> dataset = StagedDataset.from_functions(range(3), load=load)
+    >>> first, second = (list(DataLoader(dataset, seed=5, num_workers=n)) for n in (0, 2))
+    >>> first == second
+    True
+    """
+    rng = _current_rng.get()
+    if rng is not None:
+        return SampleGenerators(rng.numpy_generator, rng.random_generator)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return SampleGenerators(np.random.default_rng(seed), random.Random(seed))
+
+
+# -- code that draws through torch ----------------------------------------------------------------
+
+_DRAWING: Final = frozenset(
+    {
+        torch.bernoulli,
+        torch.binomial,
+        torch.multinomial,
+        torch.normal,
+        torch.poisson,
+        torch.rand,
+        torch.rand_like,
+        torch.randint,
+        torch.randint_like,
+        torch.randn,
+        torch.randn_like,
+        torch.randperm,
+        torch.Tensor.bernoulli,
+        torch.Tensor.bernoulli_,
+        torch.Tensor.cauchy_,
+        torch.Tensor.exponential_,
+        torch.Tensor.geometric_,
+        torch.Tensor.log_normal_,
+        torch.Tensor.multinomial,
+        torch.Tensor.normal_,
+        torch.Tensor.random_,
+        torch.Tensor.uniform_,
+    }
+)
+"""The functions of torch that draw from the default generator if they are given no other."""
+
+
+class SampleRngMode(TorchFunctionMode):
+    """Let all code of the calling thread that draws through torch draw from the current RNG.
+
+    Code that passes a generator uses that one, and a draw on another device uses that device's.
+    Every call of torch inside the mode takes about a microsecond more; this is torch's price for
+    any mode, so what is known to draw nothing is better left outside.
+
+    Args:
+        rng: becomes the current RNG inside the mode; None leaves that to `use_rng`.
+
+    """
+
+    def __init__(self, rng: SampleRng | None = None) -> None:
+        super().__init__()
+        redirect_seeding(_current_torch_generator)
+        self._rng = rng
+        self._before: Token[SampleRng | None] | None = None
+
+    def __enter__(self) -> Self:
+        # In this order, and the other way round below: if Ctrl-C comes in between, the mode that
+        # is left on the stack finds no RNG and does nothing.
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if self._rng is not None:
+            self._before = _current_rng.set(self._rng)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._before is not None:
+            _current_rng.reset(self._before)
+            self._before = None
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _DRAWING and _draws_on_cpu(args, kwargs):
+            rng = _current_rng.get()
+            if rng is not None:
+                return func(*args, **(kwargs or {}) | {"generator": rng.torch_generator})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _draws_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Return whether a call of a drawing function would use the default generator of the CPU."""
+    if kwargs:
+        if kwargs.get("generator") is not None:
+            return False
+        if (device := kwargs.get("device")) is not None:
+            return torch.device(device).type == "cpu"
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type == "cpu"
+        if isinstance(arg, torch.Generator):
+            return False
+    return True
+
+
+def _current_torch_generator() -> torch.Generator | None:
+    rng = _current_rng.get()
+    return None if rng is None else rng.torch_generator
+
+
+# -- the process-wide generators ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def preserve_global_rng() -> Iterator[None]:
+    """Restore the process-wide generators afterwards.
+
+    A `worker_init_fn` may seed or draw from `random`, `numpy.random` and `torch`, which belong to
+    the training loop if the worker is a thread. The training loop waits meanwhile.
+    """
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.default_generator.get_state()
+    # `torch.manual_seed` seeds the accelerator's generators too.
+    device = torch.accelerator.current_accelerator()
+    module: Any = None if device is None else torch.get_device_module(device)
+    device_states = module.get_rng_state_all() if module and module.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.default_generator.set_state(torch_state)
+        if device_states is not None:
+            module.set_rng_state_all(device_states)

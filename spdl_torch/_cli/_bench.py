@@ -8,7 +8,6 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset
 from .. import DataLoader
 from ._images import ImageJob
 from ._parser import CommandError
-from ._screen import Advance, Screen, counted
+from ._screen import Screen, counted, table_of
 
 __all__ = ["run"]
 
@@ -40,12 +39,21 @@ def run(options: argparse.Namespace) -> int:
     batch_size = _possible_batch_size(options, job)
     datasets = {PIL: job.by_pil(), TORCHVISION_IO: job.by_torchvision_io(), OURS: job.ours()}
     trial = _tried(job, datasets, options.workers, screen)
-    plan = _Plan(batch_size, options.workers, trial)
-    figures = _measured(datasets, plan, options.rounds, screen)
+    names = list(datasets)
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    with screen.bar("measuring", options.rounds * len(names)) as advance:
+        for number in range(options.rounds):
+            for name in names:
+                advance(0, f"round {number + 1} of {options.rounds}, {name}")
+                figures[name].append(
+                    _images_per_second(name, datasets[name], trial, batch_size, options.workers)
+                )
+                advance()
+            names = names[1:] + names[:1]  # The first loader may find the machine in another state.
     results = [_result(name, figures, trial.differences[name]) for name in datasets]
     code = job.code(batch_size, options.workers)
     screen.show(_table(results))
-    _explain(job, plan, trial, options.rounds, screen)
+    _explain(options, job, trial, batch_size, screen)
     screen.say("\nThe code of the last row:\n")
     screen.say(code, style="cyan")
     screen.document(
@@ -68,14 +76,12 @@ def run(options: argparse.Namespace) -> int:
 def _possible_batch_size(options: argparse.Namespace, job: ImageJob) -> int:
     """Return the batch size. A batch of more images than there are would repeat some."""
     batch_size: int = options.batch_size
-    if batch_size <= job.num_images:
-        return batch_size
-    if "--batch-size" not in options.given:
-        return job.num_images
-    raise CommandError(
-        f"--batch-size {batch_size} is more than there are images in {job.folder}. Give "
-        f"--batch-size {job.num_images} or less."
-    )
+    if batch_size > job.num_images and "--batch-size" in options.given:
+        raise CommandError(
+            f"--batch-size {batch_size} is more than there are images in {job.folder}. Give "
+            f"--batch-size {job.num_images} or less."
+        )
+    return min(batch_size, job.num_images)
 
 
 # -- the same work? --------------------------------------------------------------------------------
@@ -137,7 +143,7 @@ def _tried(
     loader: DataLoader[Any] = DataLoader(
         _Trials(datasets), sampler=chosen, batch_size=None, num_workers=num_workers
     )
-    with loader, screen.bar("comparing pixels", num_tried, "images") as advance:
+    with loader, screen.bar("comparing pixels of images", num_tried) as advance:
         for outcome in loader:
             advance()
             if outcome is not None:
@@ -160,63 +166,30 @@ def _tried(
 # -- how fast? -------------------------------------------------------------------------------------
 
 
-class _Plan:
-    """The batches that are loaded, and which of them count.
-
-    The clock runs between two deliveries in the middle of an epoch, so that neither the start of
-    workers nor their idle end counts. All numbers are multiples of the number of workers, because
-    torch delivers batches in bursts of one per worker.
-    """
-
-    def __init__(self, batch_size: int, num_workers: int, trial: _Trial) -> None:
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (trial.seconds * batch_size))))
-        # Both loaders begin two batches for each worker at once (prefetch_factor), and ours
-        # finish together: counted, they would look several times as fast.
-        self.num_before = 2 * num_workers
-        self.num_counted = num_laps * num_workers
-        self.num_loaded = self.num_before + self.num_counted
-        """Batches until the clock stops."""
-        # Another batch for each worker, so that none is idle when the clock stops.
-        num_indices = (self.num_loaded + num_workers) * batch_size
-        self.indices = list(itertools.islice(itertools.cycle(trial.indices), num_indices))
-
-
 def _images_per_second(
-    loader_class: Callable[..., Iterable[Any]], dataset: Dataset[Any], plan: _Plan, advance: Advance
+    name: str, dataset: Dataset[Any], trial: _Trial, batch_size: int, num_workers: int
 ) -> float:
-    loader = loader_class(
-        dataset, batch_size=plan.batch_size, sampler=plan.indices, num_workers=plan.num_workers
-    )
-    delivered_seconds = []
+    """Return the throughput between two deliveries in the middle of an epoch.
+
+    So neither the start of workers nor their idle end counts. All numbers of batches are multiples
+    of the number of workers, because torch delivers batches in bursts of one per worker.
+    """
+    num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (trial.seconds * batch_size))))
+    num_counted = num_laps * num_workers
+    # Both loaders begin two batches for each worker at once (prefetch_factor), and ours finish
+    # together: counted, they would look several times as fast.
+    num_before = 2 * num_workers
+    num_loaded = num_before + num_counted
+    # Another batch for each worker, so that none is idle when the clock stops.
+    num_indices = (num_loaded + num_workers) * batch_size
+    sampler = list(itertools.islice(itertools.cycle(trial.indices), num_indices))
+    loader_class = DataLoader if name == OURS else TorchDataLoader
+    loader = loader_class(dataset, batch_size=batch_size, sampler=sampler, num_workers=num_workers)
     # torch's loader ends with its iterator.
     with loader if isinstance(loader, DataLoader) else contextlib.nullcontext():
-        for _ in itertools.islice(loader, plan.num_loaded):
-            delivered_seconds.append(time.perf_counter())
-            advance(plan.batch_size)
-    seconds = delivered_seconds[-1] - delivered_seconds[plan.num_before - 1]
-    return plan.num_counted * plan.batch_size / seconds
-
-
-def _measured(
-    datasets: dict[str, Dataset[Any]], plan: _Plan, num_rounds: int, screen: Screen
-) -> dict[str, list[float]]:
-    """Return images per second of each loader, one figure for each round."""
-    figures: dict[str, list[float]] = {name: [] for name in datasets}
-    num_images = num_rounds * len(datasets) * plan.num_loaded * plan.batch_size
-    names = list(datasets)
-    # Drawing takes a few milliseconds, so it is done rarely.
-    with screen.bar("measuring", num_images, "images", interval_seconds=0.5) as advance:
-        for number in range(num_rounds):
-            for name in names:
-                advance(0, f"round {number + 1} of {num_rounds}, {name}")
-                loader_class = DataLoader if name == OURS else TorchDataLoader
-                figures[name].append(
-                    _images_per_second(loader_class, datasets[name], plan, advance)
-                )
-            names = names[1:] + names[:1]  # The first loader may find the machine in another state.
-    return figures
+        delivered_seconds = [time.perf_counter() for _ in itertools.islice(loader, num_loaded)]
+    seconds = delivered_seconds[-1] - delivered_seconds[num_before - 1]
+    return num_counted * batch_size / seconds
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -240,10 +213,9 @@ def _result(name: str, figures: dict[str, list[float]], difference: float) -> di
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = Table()
-    table.add_column("loader")  # The only column that may be wrapped.
-    for head in ("images/s", "spdl_torch is\n× as fast", "pixels differ\nfrom PIL's by"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = table_of(
+        "loader", "images/s", "spdl_torch is\n× as fast", "pixels differ\nfrom PIL's by"
+    )
     for result in results:
         is_ours = result["name"] == OURS
         ratio = f"{result['ours_divided_by_it']:.2f}{_range(result['ratios'], '.2f')}"
@@ -263,19 +235,21 @@ def _range(values: list[float], form: str) -> str:
     return "" if len(values) == 1 else f" ({min(values):{form}}–{max(values):{form}})"
 
 
-def _explain(job: ImageJob, plan: _Plan, trial: _Trial, num_rounds: int, screen: Screen) -> None:
+def _explain(
+    options: argparse.Namespace, job: ImageJob, trial: _Trial, batch_size: int, screen: Screen
+) -> None:
     kind = "random crops, flipped at random" if job.is_augmented else "the center crop"
     screen.say(
         f"{len(trial.indices):,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
-        f"pixels, batches of {plan.batch_size}, {counted(plan.num_workers, 'worker')} each. Files "
+        f"pixels, batches of {batch_size}, {counted(options.workers, 'worker')} each. Files "
         "from the cache, start of workers not counted. Pixels: mean difference, from 0 to 255."
     )
-    if num_rounds == 1:
+    if options.rounds == 1:
         screen.say("One round may be chance; see whether others agree: --rounds 3.")
     else:
         screen.say(
-            f"Medians of {num_rounds} interleaved rounds (lowest–highest). “× as fast” is taken "
-            "within each round, so its median need not be the ratio of the medians."
+            f"Medians of {options.rounds} interleaved rounds (lowest–highest). “× as fast” is "
+            "taken within each round, so its median need not be the ratio of the medians."
         )
     if trial.num_left_out:
         screen.say(

@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from .._text import finite
 
-__all__ = ["Advance", "Screen", "counted", "print_error", "printable"]
+__all__ = ["Advance", "Screen", "counted", "print_error", "printable", "table_of"]
 
 Advance: TypeAlias = Callable[..., None]
 """Moves a progress bar: `advance(amount=1, text=None)`."""
+
+_DRAW_SECONDS = 0.2  # Drawing takes a few milliseconds, so it is done rarely.
 
 
 class Screen:
@@ -32,9 +35,6 @@ class Screen:
         self._is_json = as_json
         # With --json nothing is printed but the document, which contains all of it.
         self._words = Console(highlight=False, quiet=as_json)
-        self._remarks = self._words
-        if not sys.stdout.isatty():
-            self._remarks = Console(stderr=True, highlight=False, quiet=as_json)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print lines as they are: not wrapped, no markup."""
@@ -42,9 +42,12 @@ class Screen:
 
     def remark(self, text: str, style: str | None = None) -> None:
         """Print a line for the person at the terminal, which is not part of redirected output."""
-        self._remarks.print(text, style=style, markup=False, soft_wrap=True)
+        if sys.stdout.isatty():
+            self.say(text, style)
+        elif not self._is_json:
+            _print_on_stderr(text, style)
 
-    def show(self, table: RenderableType) -> None:
+    def show(self, table: Table) -> None:
         self._words.print(table)
 
     def document(self, content: dict[str, Any]) -> None:
@@ -54,24 +57,14 @@ class Screen:
             Console(highlight=False).out(text, highlight=False)
 
     @contextmanager
-    def bar(
-        self, text: str, total: int | None = None, unit: str = "", *, interval_seconds: float = 0.1
-    ) -> Iterator[Advance]:
-        """Show a progress bar until the block ends, drawn at most once in an interval."""
+    def bar(self, text: str, total: int | None = None) -> Iterator[Advance]:
+        """Show a progress bar until the block ends."""
         # A bar on the console of the words moves down when words are printed.
         shares_console = not self._is_json and self._words.is_terminal
         console = self._words if shares_console else Console(stderr=True)
         # A thread that draws would disturb what is measured, and be forked with the workers.
         with Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(unit, markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-            disable=not console.is_terminal,
+            console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
         ) as progress:
             task = progress.add_task(text, total=total)
             drawn_seconds = -math.inf
@@ -79,11 +72,20 @@ class Screen:
             def advance(amount: int = 1, text: str | None = None) -> None:
                 nonlocal drawn_seconds
                 progress.update(task, advance=amount, description=text)
-                if time.monotonic() - drawn_seconds > interval_seconds:
+                if time.monotonic() - drawn_seconds > _DRAW_SECONDS:
                     drawn_seconds = time.monotonic()
                     progress.refresh()
 
             yield advance
+
+
+def table_of(first: str, *others: str) -> Table:
+    """Return a table with a column of names, which may be wrapped, and columns of figures."""
+    table = Table()
+    table.add_column(first)
+    for head in others:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
 
 
 def counted(number: int, noun: str) -> str:
@@ -93,8 +95,11 @@ def counted(number: int, noun: str) -> str:
 
 def print_error(message: str) -> None:
     """Print one line on stderr."""
-    console = Console(stderr=True, highlight=False)
-    console.print(printable(message), style="red", markup=False, soft_wrap=True)
+    _print_on_stderr(printable(message), "red")
+
+
+def _print_on_stderr(text: str, style: str | None) -> None:
+    Console(stderr=True, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:

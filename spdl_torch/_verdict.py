@@ -1,14 +1,16 @@
 """The verdict: which stage limits the throughput of a training loop, and what to change.
 
-The rules at the end are tried in order; the first one that applies makes the verdict.
+The functions at the end yield a verdict for each rule that applies, in the order in which the rules
+are tried. The first one counts, so a rule may rely on all rules above it not to apply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol
 
 from ._engine import LoopStats, StageStats
 from ._text import percent
@@ -98,18 +100,11 @@ class _Stats(Protocol):
 
 
 def verdict_on(stats: _Stats) -> Verdict:
-    for kind, loop_rule in _LOOP_RULES:
-        if (found := loop_rule(stats)) is not None:
-            return Verdict(kind, f"{kind}: {found[0]}", *found[1:])
-    busiest = max(_loads(stats), key=lambda load: load.utilisation)
-    for kind, stage_rule in _STAGE_RULES:
-        if (found := stage_rule(stats, busiest)) is not None:
-            return Verdict(kind, f"{kind}: {found[0]}", *found[1:])
-    raise AssertionError("the last rule always applies")
+    return next(chain(_about_loop(stats), _about_loader(stats), _about_busiest_stage(stats)))
 
 
-_Found: TypeAlias = tuple[str, str] | tuple[str, str, str] | None
-"""The sentence, the advice, and the stage if one stage limits the throughput."""
+def _verdict(kind: VerdictKind, sentence: str, advice: str, stage: str | None = None) -> Verdict:
+    return Verdict(kind, f"{kind}: {sentence}", advice, stage)
 
 
 # -- the load on each group of workers ------------------------------------------------------------
@@ -155,16 +150,6 @@ def _loads(stats: _Stats) -> list[_Load]:
     ]
 
 
-def _others(stats: _Stats, busiest: _Load) -> str:
-    """Return how idle the other stages are, in words."""
-    idle = [
-        f", {load.name} idle {percent(1 - load.utilisation)}"
-        for load in _loads(stats)
-        if load.name != busiest.name and load.stage.width is not None
-    ]
-    return "".join(idle)
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
@@ -188,141 +173,121 @@ def _is_in_one_piece(stats: _Stats) -> bool:
     return stats.stage("load") is None and stats.stage("iterate") is None
 
 
-# -- rules about the loop, which need no busiest stage --------------------------------------------
+# -- the rules ------------------------------------------------------------------------------------
 
 
-def _too_early(stats: _Stats) -> _Found:
-    num_batches = stats.loop.num_batches
-    if num_batches >= 2 and stats.elapsed_seconds > 0:
-        return None
-    return f"too few batches to tell ({num_batches}).", "Iterate over the loader for a while."
-
-
-def _first_batch(stats: _Stats) -> _Found:
+def _about_loop(stats: _Stats) -> Iterator[Verdict]:
     loop = stats.loop
-    # The batches loaded in parallel with the first one are ready soon after it.
-    if loop.num_batches > stats.window or loop.first_wait_seconds < 0.5 * stats.elapsed_seconds:
-        return None
-    return (
-        f"{percent(loop.first_wait_seconds / stats.elapsed_seconds)} of the time went into the "
-        f"first of {loop.num_batches} batches, which are too few to tell.",
-        f"Iterate over more batches than are prefetched ({stats.window}).",
-    )
-
-
-def _training(stats: _Stats) -> _Found:
-    if stats.loop.waited_share >= _LITTLE_WAITING:
-        return None
-    step = _duration(stats.loop.step_seconds / stats.loop.num_batches)
-    return (
-        f"{_waited(stats)}, its steps took {step} each.",
-        "The loader is not the bottleneck: tuning it will not help.",
-    )
-
-
-def _caller(stats: _Stats) -> _Found:
-    if stats.kind != "caller":
-        return None
-    return (
-        f"{_waited(stats)} for batches that it loads itself.",
-        f"Set num_workers={stats.num_cores} to load batches in the background.",
-    )
-
-
-def _processes(stats: _Stats) -> _Found:
-    if stats.stages:
-        return None
-    return (
-        f"{_waited(stats)} for worker processes, which are not measured.",
-        'Raise num_workers up to the number of cores, or use worker_method="thread" to see the '
-        "stages.",
-    )
-
-
-def _event_loop(stats: _Stats) -> _Found:
-    load = stats.stage("load")
-    if load is None or load.workers != "async" or load.cpu_seconds < 0.7 * load.elapsed_seconds:
-        return None
-    share = percent(min(1.0, load.cpu_seconds / load.elapsed_seconds))
-    return f"the thread of the event loop computes {share} of the time.", _COMPUTE_LATER, "load"
-
-
-def _overhead(stats: _Stats) -> _Found:
-    busy_seconds = sum(stage.busy_seconds for stage in stats.stages) / stats.loop.num_batches
-    if busy_seconds >= _CHEAP_SECONDS:
-        return None
-    return (
-        f"{_waited(stats)} for batches that take {_duration(busy_seconds)} to make, which is no "
-        "more than handing them over takes.",
-        "Make larger batches, or set num_workers=0.",
-    )
-
-
-# -- rules about the busiest stage ----------------------------------------------------------------
-
-
-def _window(stats: _Stats, busiest: _Load) -> _Found:
-    if busiest.utilisation >= (_ONE_IS_BUSY if busiest.stage.width is None else _BUSY):
-        return None
-    reason = "a slow sample delays the others"
-    advice = "Raise prefetch_factor (or buffer_size), or set in_order=False."
-    if busiest.stage.workers == "executor":
-        reason = "sending samples to the executor takes longer than its work"
-        advice = (
-            "Raise buffer_size. If that does not help, preprocess in threads, without an executor."
+    if loop.num_batches < 2 or stats.elapsed_seconds <= 0:
+        yield _verdict(
+            "unknown",
+            f"too few batches to tell ({loop.num_batches}).",
+            "Iterate over the loader for a while.",
         )
-    in_flight = f"few batches may be in flight ({stats.window})"
-    return f"{_waited(stats)}, but only {busiest}: {in_flight}, or {reason}.", advice
+    # The batches loaded in parallel with the first one are ready soon after it.
+    if loop.num_batches <= stats.window and loop.first_wait_seconds >= 0.5 * stats.elapsed_seconds:
+        yield _verdict(
+            "unknown",
+            f"{percent(loop.first_wait_seconds / stats.elapsed_seconds)} of the time went into the "
+            f"first of {loop.num_batches} batches, which are too few to tell.",
+            f"Iterate over more batches than are prefetched ({stats.window}).",
+        )
+    if loop.waited_share < _LITTLE_WAITING:
+        step = _duration(loop.step_seconds / loop.num_batches)
+        yield _verdict(
+            "training-bound",
+            f"{_waited(stats)}, its steps took {step} each.",
+            "The loader is not the bottleneck: tuning it will not help.",
+        )
 
 
-def _transfer(stats: _Stats, busiest: _Load) -> _Found:
-    if busiest.name != "transfer":
-        return None
-    return (
-        f"copying a batch to the device takes {1000 * busiest.stage.mean_seconds:.1f} ms"
-        f"{_others(stats, busiest)}.",
-        "Copy less: uint8 instead of float32, and normalise on the device.",
-        "transfer",
+def _about_loader(stats: _Stats) -> Iterator[Verdict]:
+    if stats.kind == "caller":
+        yield _verdict(
+            "unthreaded",
+            f"{_waited(stats)} for batches that it loads itself.",
+            f"Set num_workers={stats.num_cores} to load batches in the background.",
+        )
+    if not stats.stages:
+        yield _verdict(
+            "process-bound",
+            f"{_waited(stats)} for worker processes, which are not measured.",
+            'Raise num_workers up to the number of cores, or use worker_method="thread" to see the '
+            "stages.",
+        )
+    load = stats.stage("load")
+    if load is not None and load.workers == "async":
+        share = min(1.0, load.cpu_seconds / load.elapsed_seconds)
+        if share >= 0.7:
+            sentence = f"the thread of the event loop computes {percent(share)} of the time."
+            yield _verdict("cpu-bound", sentence, _COMPUTE_LATER, "load")
+    busy_seconds = sum(stage.busy_seconds for stage in stats.stages) / stats.loop.num_batches
+    if busy_seconds < _CHEAP_SECONDS:
+        yield _verdict(
+            "overhead-bound",
+            f"{_waited(stats)} for batches that take {_duration(busy_seconds)} to make, which is "
+            "no more than handing them over takes.",
+            "Make larger batches, or set num_workers=0.",
+        )
+
+
+def _about_busiest_stage(stats: _Stats) -> Iterator[Verdict]:
+    loads = _loads(stats)
+    busiest = max(loads, key=lambda load: load.utilisation)
+    idle = "".join(
+        f", {load.name} idle {percent(1 - load.utilisation)}"
+        for load in loads
+        if load is not busiest and load.stage.width is not None
     )
-
-
-def _collate(stats: _Stats, busiest: _Load) -> _Found:
+    if busiest.utilisation < (_ONE_IS_BUSY if busiest.stage.width is None else _BUSY):
+        reason = "a slow sample delays the others"
+        advice = "Raise prefetch_factor (or buffer_size), or set in_order=False."
+        if busiest.stage.workers == "executor":
+            reason = "sending samples to the executor takes longer than its work"
+            advice = (
+                "Raise buffer_size. If that does not help, preprocess in threads, without an "
+                "executor."
+            )
+        in_flight = f"few batches may be in flight ({stats.window})"
+        sentence = f"{_waited(stats)}, but only {busiest}: {in_flight}, or {reason}."
+        yield _verdict("window-bound", sentence, advice)
+    if busiest.name == "transfer":
+        milliseconds = 1000 * busiest.stage.mean_seconds
+        yield _verdict(
+            "transfer-bound",
+            f"copying a batch to the device takes {milliseconds:.1f} ms{idle}.",
+            "Copy less: uint8 instead of float32, and normalise on the device.",
+            "transfer",
+        )
+    waits_for_gil = _waits_for_gil(stats, busiest)
     collate = busiest.stage if busiest.name == "collate" else busiest.collate
-    if collate is None or collate.busy_seconds < 0.5 * busiest.stage.busy_seconds:
-        return None
-    # Collating waits for the GIL too. Then the stage that uses the core is the one to blame.
-    is_small = collate.cpu_seconds < 0.5 * busiest.stage.cpu_seconds
-    if is_small and _waits_for_gil(stats, busiest):
-        return None
-    return (
-        f"{collate.num_busy:.1f} of {collate.width} workers collate batches, "
-        f"{1000 * collate.mean_seconds:.1f} ms each{_others(stats, busiest)}.",
-        "Make all samples the same shape and use the default collate, or do less in collate_fn.",
-        "collate",
-    )
-
-
-def _oversubscribed(stats: _Stats, busiest: _Load) -> _Found:
-    # Where queued_seconds are not measured, busy threads on fully used cores count as queued.
-    are_all_taken = busiest.num_cores_used > 0.8 * stats.num_cores
-    is_unknown = busiest.stage.queued_seconds == 0.0
-    num_at_work = busiest.stage.num_busy if are_all_taken and is_unknown else busiest.num_at_work
-    if busiest.stage.workers != "thread" or num_at_work < _TOO_MANY * stats.num_cores:
-        return None
-    # While some threads wait for I/O, the cores can run others.
-    asleep_seconds = busiest.stage.busy_seconds * (1 - busiest.at_work_share)
-    if is_unknown or stats.loop.wake_seconds > _CROWDED_SECONDS:
-        asleep_seconds = 0.0
-    num_of_use = ceil(stats.num_cores * (1 + asleep_seconds / (busiest.stage.cpu_seconds or 1.0)))
-    if busiest.stage.num_busy < _TOO_MANY * num_of_use:
-        return None
-    return (
-        f"{busiest} on {stats.num_cores} cores, {num_at_work:.1f} of them with a core or waiting "
-        "for one.",
-        f"Set {_argument(stats, busiest)}={num_of_use}: more threads than the cores can run slow "
-        "each other down.",
-        busiest.name,
-    )
+    if collate is not None and collate.busy_seconds >= 0.5 * busiest.stage.busy_seconds:
+        # Collating waits for the GIL too. Then the stage that uses the core is the one to blame.
+        is_small = collate.cpu_seconds < 0.5 * busiest.stage.cpu_seconds
+        if not (is_small and waits_for_gil):
+            yield _verdict(
+                "collate-bound",
+                f"{collate.num_busy:.1f} of {collate.width} workers collate batches, "
+                f"{1000 * collate.mean_seconds:.1f} ms each{idle}.",
+                "Make all samples the same shape and use the default collate, or do less in "
+                "collate_fn.",
+                "collate",
+            )
+    yield from _oversubscribed(stats, busiest)
+    if waits_for_gil:
+        advice = _WITHOUT_GIL.get(busiest.name, 'Use worker_method="multiprocessing"')
+        yield _verdict(
+            "gil-bound",
+            f"{busiest}, but they use {busiest.num_cores_used:.1f} cores: they wait for each other "
+            "to release the GIL.",
+            f"{advice}; more threads will not help.",
+            busiest.name,
+        )
+    if busiest.at_work_share < _AT_WORK:
+        asleep = f"{busiest}, and they waited {percent(1 - busiest.at_work_share)} of that"
+        yield _verdict("io-bound", f"{asleep}{idle}.", _wait_less(stats, busiest), busiest.name)
+    using = f"{busiest}, using {busiest.num_cores_used:.1f} of {stats.num_cores} cores"
+    yield _verdict("cpu-bound", f"{using}{idle}.", _compute_less(stats, busiest), busiest.name)
 
 
 def _waits_for_gil(stats: _Stats, load: _Load) -> bool:
@@ -336,63 +301,30 @@ def _waits_for_gil(stats: _Stats, load: _Load) -> bool:
     )
 
 
-def _gil(stats: _Stats, busiest: _Load) -> _Found:
-    if not _waits_for_gil(stats, busiest):
-        return None
-    advice = _WITHOUT_GIL.get(busiest.name, 'Use worker_method="multiprocessing"')
-    return (
-        f"{busiest}, but they use {busiest.num_cores_used:.1f} cores: they wait for each other to "
-        "release the GIL.",
-        f"{advice}; more threads will not help.",
-        busiest.name,
-    )
-
-
-def _input(stats: _Stats, busiest: _Load) -> _Found:
-    if busiest.at_work_share >= _AT_WORK:
-        return None
-    asleep = f"{busiest}, and they waited {percent(1 - busiest.at_work_share)} of that"
-    advice = f"Raise {_argument(stats, busiest)}"
-    if busiest.stage.width is not None:
-        advice += f" (now {busiest.stage.width})"
-    if _is_in_one_piece(stats):
-        advice += (
-            ", or split the dataset into load and preprocess (StagedDataset), so that I/O has more "
-            "workers than computation"
+def _oversubscribed(stats: _Stats, busiest: _Load) -> Iterator[Verdict]:
+    # Where queued_seconds are not measured, busy threads on fully used cores count as queued.
+    are_all_taken = busiest.num_cores_used > 0.8 * stats.num_cores
+    is_unknown = busiest.stage.queued_seconds == 0.0
+    num_at_work = busiest.stage.num_busy if are_all_taken and is_unknown else busiest.num_at_work
+    if busiest.stage.workers != "thread" or num_at_work < _TOO_MANY * stats.num_cores:
+        return
+    # While some threads wait for I/O, the cores can run others.
+    asleep_seconds = busiest.stage.busy_seconds * (1 - busiest.at_work_share)
+    if is_unknown or stats.loop.wake_seconds > _CROWDED_SECONDS:
+        asleep_seconds = 0.0
+    num_of_use = ceil(stats.num_cores * (1 + asleep_seconds / (busiest.stage.cpu_seconds or 1.0)))
+    if busiest.stage.num_busy >= _TOO_MANY * num_of_use:
+        yield _verdict(
+            "oversubscribed",
+            f"{busiest} on {stats.num_cores} cores, {num_at_work:.1f} of them with a core or "
+            "waiting for one.",
+            f"Set {_argument(stats, busiest)}={num_of_use}: more threads than the cores can run "
+            "slow each other down.",
+            busiest.name,
         )
-    return f"{asleep}{_others(stats, busiest)}.", f"{advice}.", busiest.name
 
 
-def _computing(stats: _Stats, busiest: _Load) -> _Found:
-    stage = busiest.stage
-    using = f"{busiest}, using {busiest.num_cores_used:.1f} of {stats.num_cores} cores"
-    are_taken = busiest.num_cores_used > 0.7 * stats.num_cores  # By these workers alone.
-    if stage.queued_seconds > 0.5 * stage.cpu_seconds and not are_taken:
-        share = percent(min(1.0, stage.queued_seconds / stage.busy_seconds))
-        advice = f"They waited {share} of their time for a core: {_who_else(stats)}."
-    elif stage.width is None:
-        advice = f"Raise {_argument(stats, busiest)}, up to the number of cores that it has."
-    elif stage.width < stats.num_cores:
-        advice = f"Raise {_argument(stats, busiest)} to {stats.num_cores}, the number of cores."
-    elif busiest.name == "load":
-        advice = _COMPUTE_LATER
-    else:
-        advice = "All cores are taken: do" if are_taken else "Do"
-        advice += " less per sample, or do some of it on the device."
-        if _is_in_one_piece(stats):
-            # With a load stage the dataset may use ImageLoader already: folders of images do.
-            advice += " If it decodes images, ImageLoader with its size= is faster."
-    return f"{using}{_others(stats, busiest)}.", advice, busiest.name
-
-
-def _who_else(stats: _Stats) -> str:
-    """Return what uses the cores that the workers wait for."""
-    of_stages = sum(stage.cpu_seconds for stage in stats.stages if stage.workers != "executor")
-    num_cores = (stats.cpu_seconds - of_stages) / stats.elapsed_seconds
-    if num_cores > 0.25 * stats.num_cores:
-        return f"the rest of this process, with the training loop, uses {num_cores:.1f}"
-    return "other programs use this machine"
-
+# -- advice ---------------------------------------------------------------------------------------
 
 _COMPUTE_LATER: Final = "Move computation from load to preprocess; load is for waiting on I/O."
 _WITHOUT_GIL: Final = {
@@ -403,21 +335,45 @@ _WITHOUT_GIL: Final = {
 }
 """Advice for a stage whose workers wait for the GIL."""
 
-_LOOP_RULES: Final[Sequence[tuple[VerdictKind, Callable[[_Stats], _Found]]]] = (
-    ("unknown", _too_early),
-    ("unknown", _first_batch),
-    ("training-bound", _training),
-    ("unthreaded", _caller),
-    ("process-bound", _processes),
-    ("cpu-bound", _event_loop),
-    ("overhead-bound", _overhead),
-)
-_STAGE_RULES: Final[Sequence[tuple[VerdictKind, Callable[[_Stats, _Load], _Found]]]] = (
-    ("window-bound", _window),
-    ("transfer-bound", _transfer),
-    ("collate-bound", _collate),
-    ("oversubscribed", _oversubscribed),
-    ("gil-bound", _gil),
-    ("io-bound", _input),
-    ("cpu-bound", _computing),
-)
+
+def _wait_less(stats: _Stats, busiest: _Load) -> str:
+    """Return the advice for workers that wait for I/O."""
+    advice = f"Raise {_argument(stats, busiest)}"
+    if busiest.stage.width is not None:
+        advice += f" (now {busiest.stage.width})"
+    if _is_in_one_piece(stats):
+        advice += (
+            ", or split the dataset into load and preprocess (StagedDataset), so that I/O has more "
+            "workers than computation"
+        )
+    return f"{advice}."
+
+
+def _compute_less(stats: _Stats, busiest: _Load) -> str:
+    """Return the advice for workers that compute."""
+    stage = busiest.stage
+    are_taken = busiest.num_cores_used > 0.7 * stats.num_cores  # By these workers alone.
+    if stage.queued_seconds > 0.5 * stage.cpu_seconds and not are_taken:
+        share = percent(min(1.0, stage.queued_seconds / stage.busy_seconds))
+        return f"They waited {share} of their time for a core: {_who_else(stats)}."
+    if stage.width is None:
+        return f"Raise {_argument(stats, busiest)}, up to the number of cores that it has."
+    if stage.width < stats.num_cores:
+        return f"Raise {_argument(stats, busiest)} to {stats.num_cores}, the number of cores."
+    if busiest.name == "load":
+        return _COMPUTE_LATER
+    advice = "All cores are taken: do" if are_taken else "Do"
+    advice += " less per sample, or do some of it on the device."
+    if _is_in_one_piece(stats):
+        # With a load stage the dataset may use ImageLoader already: folders of images do.
+        advice += " If it decodes images, ImageLoader with its size= is faster."
+    return advice
+
+
+def _who_else(stats: _Stats) -> str:
+    """Return what uses the cores that the workers wait for."""
+    of_stages = sum(stage.cpu_seconds for stage in stats.stages if stage.workers != "executor")
+    num_cores = (stats.cpu_seconds - of_stages) / stats.elapsed_seconds
+    if num_cores > 0.25 * stats.num_cores:
+        return f"the rest of this process, with the training loop, uses {num_cores:.1f}"
+    return "other programs use this machine"

@@ -9,6 +9,7 @@ import statistics
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from .. import DataLoader
+from .. import DataLoader, StagedDataset
 from ._images import ImageJob
 from ._parser import CommandError
 from ._screen import Screen, counted, table_of
@@ -100,30 +101,31 @@ class _Trial:
     """Time that PIL takes for an image."""
 
 
-class _Trials(Dataset[Any]):
-    """Loads an image with all datasets and the same random numbers."""
+def _compared(
+    datasets: dict[str, Dataset[Any]], index: int
+) -> tuple[int, dict[str, float], float] | None:
+    """Load an image with all datasets and the same random numbers.
 
-    def __init__(self, datasets: dict[str, Dataset[Any]]) -> None:
-        self._datasets = datasets
+    Return the index, the differences and PIL's seconds; None if a decoder fails.
+    """
+    try:
+        started_seconds = time.perf_counter()
+        reference = _pixels(datasets[PIL], index)
+        seconds = time.perf_counter() - started_seconds
+        differences = {
+            name: _difference(_pixels(dataset, index), reference)
+            for name, dataset in datasets.items()
+        }
+    except Exception:  # Decoders raise various types; `check` says what is wrong with a file.
+        return None
+    return index, differences, seconds
 
-    def __getitem__(self, index: int) -> tuple[int, dict[str, float], float] | None:
-        """Return the index, the differences and PIL's seconds; None if a decoder fails."""
-        try:
-            started_seconds = time.perf_counter()
-            reference = self._pixels(PIL, index)
-            seconds = time.perf_counter() - started_seconds
-            differences = {
-                name: _difference(self._pixels(name, index), reference) for name in self._datasets
-            }
-        except Exception:  # Decoders raise various types; `check` says what is wrong with a file.
-            return None
-        return index, differences, seconds
 
-    def _pixels(self, name: str, index: int) -> torch.Tensor:
-        torch.manual_seed(index)  # In a worker thread it seeds the sample's own generator.
-        sample = self._datasets[name][index]
-        pixels: torch.Tensor = sample[0] if isinstance(sample, tuple) else sample
-        return pixels
+def _pixels(dataset: Dataset[Any], index: int) -> torch.Tensor:
+    torch.manual_seed(index)  # In a worker thread it seeds the sample's own generator.
+    sample = dataset[index]
+    pixels: torch.Tensor = sample[0] if isinstance(sample, tuple) else sample
+    return pixels
 
 
 def _difference(pixels: torch.Tensor, reference: torch.Tensor) -> float:
@@ -139,11 +141,12 @@ def _tried(
     num_tried = min(job.num_images, _MAX_TRIED)
     # A folder is sorted by class, so the images are taken from all over it.
     chosen = [number * job.num_images // num_tried for number in range(num_tried)]
+    trials = StagedDataset.from_functions(chosen, preprocess=partial(_compared, datasets))
     loaded = []
-    loader: DataLoader[Any] = DataLoader(
-        _Trials(datasets), sampler=chosen, batch_size=None, num_workers=num_workers
-    )
-    with loader, screen.bar("comparing pixels of images", num_tried) as advance:
+    with (
+        DataLoader(trials, batch_size=None, num_workers=num_workers) as loader,
+        screen.bar("comparing pixels of images", num_tried) as advance,
+    ):
         for outcome in loader:
             advance()
             if outcome is not None:

@@ -7,7 +7,6 @@ import re
 import time
 from contextlib import suppress
 from operator import itemgetter
-from typing import Any
 
 import torch
 
@@ -40,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         sampler=images_at(options.path),
         num_workers=options.workers,
         buffer_size=2 * options.workers,
+        collate_fn=list,
     )
     with loader, screen.bar("checking images", num_images) as advance:
         for batch in loader:
@@ -100,9 +100,6 @@ class _Images(StagedDataset[FoundFile]):
                 file.path, problem if is_expected else f"{type(error).__name__}: {problem}"
             )
         return file
-
-    def collate(self, samples: list[Any]) -> list[Any]:
-        return samples
 
     def _check(self, data: bytes, path: str) -> None:
         """Decode an image; raise if it is damaged.

@@ -1,4 +1,4 @@
-"""Profiles: the result of `DataLoader.profile`, and a loader to measure one by hand."""
+"""What a faster loader could bring: `Profile` measures it, `CachedLoader` lets scripts do it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def make_profile(
     """Profile a copy of the loader; `make_loader` is the class `DataLoader`."""
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, got {num_batches}.")
-    with preserve_global_rng(), _generators_kept(loader):
+    with preserve_global_rng():
         spans: list[Span] = []
         kept: list[Any] = []
         first_step_seconds = 0.0
@@ -70,7 +70,7 @@ def make_profile(
         headroom = None if step is None else _headroom(stats.loop, first_step_seconds, step, kept)
         # A dataset for worker processes, or for no workers, may not be thread-safe.
         has_threads = loader.num_workers > 0 and loader.worker_method == "thread"
-        scalings = _scalings(loader, make_loader, stats) if sweep and has_threads else ()
+        scalings = _scalings(_twin(loader), make_loader, stats) if sweep and has_threads else ()
         spans = sorted(spans.copy(), key=lambda span: span.started_seconds)
         timeline = [
             replace(span, started_seconds=span.started_seconds - spans[0].started_seconds)
@@ -115,50 +115,29 @@ def _synchronise() -> None:
 
 def _twin(loader: Loader) -> Loader:
     """Return a copy that leaves the loader, its sampler and its list of bad samples as they are."""
-    twin = object.__new__(type(loader))
-    state = loader.__getstate__()
+    twin = copy.copy(loader)
     of_samples, of_loads = policies_of(loader.on_error)
     if of_samples is not None:
         of_samples = replace(of_samples, log=None)
     policies = [policy for policy in (of_samples, of_loads) if policy is not None]
-    state["_bad_sample_policy"] = BadSamplePolicy(policies or "raise", loader.dataset)
-    if isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0:
-        # The dataset itself may store its position. Workers have copies anyway.
-        state["dataset"] = DatasetCopies(loader.dataset, or_shallow=True).make()
-    for name in ("sampler", "batch_sampler"):
-        if state.get(name) is not None:
-            state[name] = _copied_sampler(state[name], loader.dataset)
-    twin.__dict__.update(state)
-    return twin
-
-
-def _copied_sampler(sampler: Any, dataset: Any) -> Any:
-    """Return a sampler that draws the same indices and leaves this one as it is."""
-    source = getattr(sampler, "data_source", None)
-    memo = {id(dataset): dataset, id(source): source}
+    twin._bad_sample_policy = BadSamplePolicy(policies or "raise", loader.dataset)
+    drawing = {name: getattr(loader, name) for name in ("generator", "sampler", "batch_sampler")}
+    shared = (loader.dataset, getattr(loader.sampler, "data_source", None))
     try:
-        if isinstance(sampler, Iterator):
+        if any(isinstance(sampler, Iterator) for sampler in drawing.values()):
             raise TypeError("it is an iterator")
-        return copy.deepcopy(sampler, memo)
+        # In one call, because a sampler may share the generator of its loader.
+        copies = copy.deepcopy(drawing, {id(value): value for value in shared})
     except Exception as error:
         raise TypeError(
             f"profile() needs a sampler that it can copy, because it draws from it: {error}. "
             "Profile a loader that is made for it, with a sampler of its own."
         ) from error
-
-
-@contextlib.contextmanager
-def _generators_kept(loader: Loader) -> Iterator[None]:
-    """Restore the generators that samplers draw from, afterwards."""
-    batch_sampler = loader.batch_sampler
-    holders = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    generators = [getattr(holder, "generator", None) for holder in holders]
-    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0:
+        # The dataset itself may store its position. Workers have copies anyway.
+        copies["dataset"] = DatasetCopies(loader.dataset, or_shallow=True).make()
+    vars(twin).update(copies)  # torch's loader does not allow these to be set.
+    return twin
 
 
 # -- each stage by itself -------------------------------------------------------------------------
@@ -199,7 +178,7 @@ def _stages(loader: Loader) -> Iterator[tuple[str, Hook, list[Any], int]]:
     """Yield the name and the function of each stage, some inputs, and the samples of a call."""
     is_batched = loader.batch_sampler is not None
     sampler = loader.batch_sampler if is_batched else loader.sampler
-    drawn = itertools.islice(_copied_sampler(sampler, loader.dataset), _NUM_KEPT)
+    drawn = itertools.islice(sampler, _NUM_KEPT)
     batches: list[Any] = [list(each) if is_batched else [each] for each in drawn]
     if not batches:
         return

@@ -113,7 +113,7 @@ def _compared(
         reference = _pixels(datasets[PIL], index)
         seconds = time.perf_counter() - started_seconds
         differences = {
-            name: _difference(_pixels(dataset, index), reference)
+            name: (_pixels(dataset, index) - reference).abs().mean().item()
             for name, dataset in datasets.items()
         }
     except Exception:  # Decoders raise various types; `check` says what is wrong with a file.
@@ -125,13 +125,7 @@ def _pixels(dataset: Dataset[Any], index: int) -> torch.Tensor:
     torch.manual_seed(index)  # In a worker thread it seeds the sample's own generator.
     sample = dataset[index]
     pixels: torch.Tensor = sample[0] if isinstance(sample, tuple) else sample
-    return pixels
-
-
-def _difference(pixels: torch.Tensor, reference: torch.Tensor) -> float:
-    if pixels.shape != reference.shape or pixels.dtype != reference.dtype:
-        raise ValueError(f"{pixels.shape} {pixels.dtype}, {reference.shape} {reference.dtype}")
-    return (pixels.int() - reference.int()).abs().double().mean().item()
+    return pixels.double()
 
 
 def _tried(

@@ -72,7 +72,7 @@ class Screen:
             def advance(amount: int = 1, text: str | None = None) -> None:
                 nonlocal drawn_seconds
                 progress.update(task, advance=amount, description=text)
-                if time.monotonic() - drawn_seconds > _DRAW_SECONDS:
+                if text is not None or time.monotonic() - drawn_seconds > _DRAW_SECONDS:
                     drawn_seconds = time.monotonic()
                     progress.refresh()
 

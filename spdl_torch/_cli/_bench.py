@@ -42,15 +42,13 @@ def run(options: argparse.Namespace) -> int:
     trial = _tried(job, datasets, options.workers, screen)
     names = list(datasets)
     figures: dict[str, list[float]] = {name: [] for name in names}
-    with screen.bar("measuring", options.rounds * len(names)) as advance:
-        for number in range(options.rounds):
-            for name in names:
-                advance(0, f"round {number + 1} of {options.rounds}, {name}")
-                figures[name].append(
-                    _images_per_second(name, datasets[name], trial, batch_size, options.workers)
-                )
-                advance()
-            names = names[1:] + names[:1]  # The first loader may find the machine in another state.
+    for number in range(options.rounds):
+        for name in names:
+            screen.step(f"round {number + 1} of {options.rounds}, {name}")
+            figures[name].append(
+                _images_per_second(name, datasets[name], trial, batch_size, options.workers)
+            )
+        names = names[1:] + names[:1]  # The first loader may find the machine in another state.
     results = [_result(name, figures, trial.differences[name]) for name in datasets]
     code = job.code(batch_size, options.workers)
     screen.show(_table(results))

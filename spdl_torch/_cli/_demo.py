@@ -96,13 +96,11 @@ def _train_in_turn(trainings: list[_Training], screen: Screen) -> None:
         images = torch.zeros(_BATCH_SIZE, 3, _SIZE, _SIZE, dtype=torch.uint8)
         labels = torch.arange(_BATCH_SIZE) % _NUM_CLASSES
         _Training("warm-up", [(images, labels)] * 3).train()
-        with screen.bar("training", _NUM_EPOCHS * len(trainings)) as advance:
-            for number in range(1, _NUM_EPOCHS + 1):
-                for training in trainings:
-                    advance(0, f"epoch {number}, {training.name}")
-                    training.train()
-                    advance()
-                trainings = trainings[::-1]  # The first may find the machine in another state.
+        for number in range(1, _NUM_EPOCHS + 1):
+            for training in trainings:
+                screen.step(f"epoch {number}, {training.name}")
+                training.train()
+            trainings = trainings[::-1]  # The first may find the machine in another state.
     finally:
         torch.set_num_threads(num_threads)
 

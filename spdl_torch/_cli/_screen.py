@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -17,12 +16,7 @@ from rich.table import Table
 
 from .._text import finite
 
-__all__ = ["Advance", "Screen", "counted", "print_error", "printable", "table_of"]
-
-Advance: TypeAlias = Callable[..., None]
-"""Moves a progress bar: `advance(amount=1, text=None)`."""
-
-_DRAW_SECONDS = 0.2  # Drawing takes a few milliseconds, so it is done rarely.
+__all__ = ["Screen", "counted", "print_error", "printable", "table_of"]
 
 
 class Screen:
@@ -56,27 +50,22 @@ class Screen:
             text = json.dumps(finite(content), indent=2, default=str)
             Console(highlight=False).out(text, highlight=False)
 
+    def step(self, text: str) -> None:
+        """Tell a person at the terminal what is being measured now.
+
+        A bar would be drawn by a thread, which disturbs a measurement and is forked with workers.
+        """
+        if self._words.is_terminal:
+            self.say(text, style="dim")
+
     @contextmanager
-    def bar(self, text: str, total: int | None = None) -> Iterator[Advance]:
-        """Show a progress bar until the block ends."""
+    def bar(self, text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+        """Show a progress bar until the block ends; call the function to advance it, by 1 or so."""
         # A bar on the console of the words moves down when words are printed.
         shares_console = not self._is_json and self._words.is_terminal
         console = self._words if shares_console else Console(stderr=True)
-        # A thread that draws would disturb what is measured, and be forked with the workers.
-        with Progress(
-            console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-        ) as progress:
-            task = progress.add_task(text, total=total)
-            drawn_seconds = -math.inf
-
-            def advance(amount: int = 1, text: str | None = None) -> None:
-                nonlocal drawn_seconds
-                progress.update(task, advance=amount, description=text)
-                if text is not None or time.monotonic() - drawn_seconds > _DRAW_SECONDS:
-                    drawn_seconds = time.monotonic()
-                    progress.refresh()
-
-            yield advance
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            yield partial(progress.advance, progress.add_task(text, total=total))
 
 
 def table_of(first: str, *others: str) -> Table:

@@ -180,14 +180,14 @@ def _save_image(folder: Path, number: int) -> int:
     random = np.random.default_rng(number)
     height, width = random.integers((340, 450), (420, 550))
     # Eight classes, eight corners of the colour cube.
-    colour = np.array([170 if label >> channel & 1 else 80 for channel in range(3)])
-    pixels = np.broadcast_to(colour, (height, width, 3))
-    for num_cells, contrast in ((5, 20), (50, 15), (400, 5)):
+    colour = np.array([170.0 if label >> channel & 1 else 80.0 for channel in range(3)], np.float32)
+    pixels = 7 * random.standard_normal((height, width, 1), np.float32) + colour
+    for num_cells, contrast in ((5, 20), (50, 20)):
         # Values that change smoothly, so many times from side to side.
-        cells = random.normal(scale=contrast, size=(num_cells, num_cells, 3)).clip(-99, 99)
-        clouds = PIL.Image.fromarray((cells + 128).astype(np.uint8)).resize((width, height))
-        pixels = pixels + np.asarray(clouds) - 128.0
-    pixels = pixels + random.normal(scale=7, size=(height, width, 1))
+        cells = random.normal(128, contrast, (num_cells, num_cells, 3)).clip(0, 255)
+        clouds = PIL.Image.fromarray(cells.astype(np.uint8)).resize((width, height))
+        pixels += np.asarray(clouds)
+    pixels -= 2 * 128
     path = folder / f"class-{label}" / f"{number:05}.jpg"
     image = PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     image.save(path, quality=92, subsampling=0)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 __all__ = [
     "SPAN_SECONDS",
@@ -69,9 +69,9 @@ class StageStats:
 
     __module__ = "spdl_torch"
 
-    name: str
-    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
-    that is not split into stages does all its work in `preprocess`."""
+    name: Literal["load", "preprocess", "iterate", "collate", "transfer"]
+    """`iterate` is for iterable datasets. A dataset that is not split into stages does all its work
+    in `preprocess`."""
     width: int | None
     """How many samples it can work on at a time; None if its executor does not say. `collate` is
     done by the workers of the stage before it."""
@@ -623,7 +623,7 @@ class EpochClock:
             counter.combine(earlier.counter, -1)
             stages.append(
                 StageStats(
-                    reading.name,
+                    cast(Any, reading.name),  # The engine itself takes any name.
                     reading.width,
                     elapsed_seconds,
                     counter.num_samples,

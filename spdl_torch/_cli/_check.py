@@ -25,11 +25,8 @@ def run(options: argparse.Namespace) -> int:
     """List the damaged images; the exit code is 1 if there are any."""
     screen = Screen(as_json=options.json)
     started_seconds = time.perf_counter()
-    num_images = num_damaged = 0
-    with screen.bar("counting images") as advance:
-        for _ in images_at(options.path):
-            num_images += 1
-            advance()
+    with screen.bar("counting images"):
+        num_images = sum(1 for _ in images_at(options.path))
     if num_images == 0:
         raise CommandError(f"there are no images in {options.path}")
     damaged = []
@@ -45,27 +42,24 @@ def run(options: argparse.Namespace) -> int:
         for batch in loader:
             advance(len(batch))
             for path, problem in batch:
-                if problem is None:
-                    continue
-                num_damaged += 1
-                if options.json:  # Otherwise it is printed now and need not be kept.
+                if problem is not None:
                     damaged.append({"path": path, "reason": problem})
-                screen.say(f"{printable(path)}: {printable(problem)}")
+                    screen.say(f"{printable(path)}: {printable(problem)}")
     seconds = time.perf_counter() - started_seconds
     screen.remark(
-        f"{num_images:,} checked, {num_damaged:,} damaged ({seconds:.1f} s)",
-        style="red" if num_damaged else "green",
+        f"{num_images:,} checked, {len(damaged):,} damaged ({seconds:.1f} s)",
+        style="red" if damaged else "green",
     )
     screen.document(
         {
             "path": options.path,
             "num_images": num_images,
-            "num_damaged": num_damaged,
+            "num_damaged": len(damaged),
             "seconds": seconds,
             "damaged": sorted(damaged, key=itemgetter("path")),
         }
     )
-    return 1 if num_damaged else 0
+    return 1 if damaged else 0
 
 
 class _Images(StagedDataset[FoundFile]):

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, exit_code = f"{prefix}: error: {error}", error.exit_code
     except KeyboardInterrupt:
         message, exit_code = f"{prefix}: interrupted", 130
-    from ._screen import print_error  # noqa: PLC0415 (rich is not needed for --help)
+    from ._screen import print_on_stderr  # noqa: PLC0415 (rich is not needed for --help)
 
-    print_error(message)
+    print_on_stderr(message, "red")
     return exit_code

@@ -56,18 +56,16 @@ def run(options: argparse.Namespace) -> int:
     screen.say("\nThe code of the last row:\n")
     screen.say(code, style="cyan")
     screen.document(
-        {
-            "folder": job.folder,
-            "num_images": job.num_images,
-            "num_used": len(trial.indices),
-            "num_left_out": trial.num_left_out,
-            "batch_size": batch_size,
-            "workers": options.workers,
-            "size": options.size,
-            "augment": options.augment,
-            "loaders": results,
-            "code": code,
-        }
+        folder=job.folder,
+        num_images=job.num_images,
+        num_used=len(trial.indices),
+        num_left_out=trial.num_left_out,
+        batch_size=batch_size,
+        workers=options.workers,
+        size=options.size,
+        augment=options.augment,
+        loaders=results,
+        code=code,
     )
     return 0
 

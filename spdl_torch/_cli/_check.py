@@ -51,13 +51,11 @@ def run(options: argparse.Namespace) -> int:
         style="red" if damaged else "green",
     )
     screen.document(
-        {
-            "path": options.path,
-            "num_images": num_images,
-            "num_damaged": len(damaged),
-            "seconds": seconds,
-            "damaged": sorted(damaged, key=itemgetter("path")),
-        }
+        path=options.path,
+        num_images=num_images,
+        num_damaged=len(damaged),
+        seconds=seconds,
+        damaged=sorted(damaged, key=itemgetter("path")),
     )
     return 1 if damaged else 0
 

@@ -71,15 +71,13 @@ def run(options: argparse.Namespace) -> int:
     screen.say(f"spdl_torch trains at {speed_up:.2f} times the speed of torch + PIL here.")
     screen.say(f"Verdict: {stats.verdict}")
     screen.document(
-        {
-            "num_images": options.images,
-            "num_bytes": num_bytes,
-            "workers": options.workers,
-            "batch_size": _BATCH_SIZE,
-            "loaders": [{"name": one.name, "epochs": one.epochs} for one in (torchs, ours)],
-            "speed_up": speed_up,
-            "stats": stats.as_dict(),
-        }
+        num_images=options.images,
+        num_bytes=num_bytes,
+        workers=options.workers,
+        batch_size=_BATCH_SIZE,
+        loaders=[{"name": one.name, "epochs": one.epochs} for one in (torchs, ours)],
+        speed_up=speed_up,
+        stats=stats.as_dict(),
     )
     return 0
 

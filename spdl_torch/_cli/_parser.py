@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         "those that are damaged. The exit code is 1 if there are any.",
         epilog="example:\n  spdl-torch check photos --workers 8 > damaged.txt",
     )
-    check.add_argument("path", metavar="DIR|FILE", type=Path, help="a folder, or one image")
+    words = "a folder of images, or one image"
+    check.add_argument("path", metavar="DIR|FILE", type=Path, help=words)
     _add_workers(check, "threads that decode", num_cores())
 
     for command in commands.choices.values():

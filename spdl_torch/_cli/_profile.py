@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error.strerror}", exit_code=1) from None
         screen.say(f"saved {path}")
-    screen.document({"target": options.target, "saved": saved, **profile.as_dict()})
+    screen.document(target=options.target, saved=saved, **profile.as_dict())
     return 0
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .._text import finite
 
-__all__ = ["Screen", "counted", "print_error", "printable", "table_of"]
+__all__ = ["Screen", "counted", "print_on_stderr", "printable", "table_of"]
 
 
 class Screen:
@@ -39,12 +39,12 @@ class Screen:
         if sys.stdout.isatty():
             self.say(text, style)
         elif not self._is_json:
-            _print_on_stderr(text, style)
+            print_on_stderr(text, style)
 
     def show(self, table: Table) -> None:
         self._words.print(table)
 
-    def document(self, content: dict[str, Any]) -> None:
+    def document(self, **content: Any) -> None:
         """Print the result as JSON, if that was asked for."""
         if self._is_json:
             text = json.dumps(finite(content), indent=2, default=str)
@@ -82,13 +82,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def print_error(message: str) -> None:
+def print_on_stderr(text: str, style: str | None) -> None:
     """Print one line on stderr."""
-    _print_on_stderr(printable(message), "red")
-
-
-def _print_on_stderr(text: str, style: str | None) -> None:
-    Console(stderr=True, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
+    console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -39,27 +39,34 @@ def run(options: argparse.Namespace) -> int:
     job = ImageJob(options.folder, options.size, is_augmented=options.augment)
     batch_size = _possible_batch_size(options, job)
     datasets = {PIL: job.by_pil(), TORCHVISION_IO: job.by_torchvision_io(), OURS: job.ours()}
-    trial = _tried(job, datasets, options.workers, screen)
+    indices, differences, pil_seconds = _compare_pixels(job, datasets, options.workers, screen)
+    num_left_out = min(job.num_images, _MAX_TRIED) - len(indices)
+    num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (pil_seconds * batch_size))))
+    measure = partial(_images_per_second, indices, batch_size, options.workers, num_laps)
     names = list(datasets)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds):
         for name in names:
             screen.step(f"round {number + 1} of {options.rounds}, {name}")
-            figures[name].append(
-                _images_per_second(name, datasets[name], trial, batch_size, options.workers)
-            )
+            loader_class = DataLoader if name == OURS else TorchDataLoader
+            figures[name].append(measure(partial(loader_class, datasets[name])))
         names = names[1:] + names[:1]  # The first loader may find the machine in another state.
-    results = [_result(name, figures, trial.differences[name]) for name in datasets]
+    results = [_result(name, figures, differences[name]) for name in datasets]
     code = job.code(batch_size, options.workers)
     screen.show(_table(results))
-    _explain(options, job, trial, batch_size, screen)
+    _explain(options, job, len(indices), batch_size, screen)
+    if num_left_out:
+        screen.say(
+            f"Left out, as not every loader can decode them: {num_left_out:,}. See which are "
+            f"damaged: spdl-torch check {job.folder}"
+        )
     screen.say("\nThe code of the last row:\n")
     screen.say(code, style="cyan")
     screen.document(
         folder=job.folder,
         num_images=job.num_images,
-        num_used=len(trial.indices),
-        num_left_out=trial.num_left_out,
+        num_used=len(indices),
+        num_left_out=num_left_out,
         batch_size=batch_size,
         workers=options.workers,
         size=options.size,
@@ -82,19 +89,6 @@ def _possible_batch_size(options: argparse.Namespace, job: ImageJob) -> int:
 
 
 # -- the same work? --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """The result of loading each image once with all loaders."""
-
-    indices: list[int]
-    """The images that all loaders can decode."""
-    num_left_out: int
-    differences: dict[str, float]
-    """Mean difference from PIL's pixels, in levels from 0 to 255."""
-    seconds: float
-    """Time that PIL takes for an image."""
 
 
 def _compared(
@@ -124,10 +118,14 @@ def _pixels(dataset: Dataset[Any], index: int) -> torch.Tensor:
     return pixels.double()
 
 
-def _tried(
+def _compare_pixels(
     job: ImageJob, datasets: dict[str, Dataset[Any]], num_workers: int, screen: Screen
-) -> _Trial:
-    """Load some images with all datasets, which also puts the files into the cache."""
+) -> tuple[list[int], dict[str, float], float]:
+    """Load some images with all datasets, which also puts the files into the cache.
+
+    Return the images that all of them can decode, the mean difference of each from PIL's pixels in
+    levels from 0 to 255, and the seconds that PIL takes for an image.
+    """
     num_tried = min(job.num_images, _MAX_TRIED)
     # A folder is sorted by class, so the images are taken from all over it.
     chosen = [number * job.num_images // num_tried for number in range(num_tried)]
@@ -148,26 +146,25 @@ def _tried(
             exit_code=1,
         )
     indices, differences, seconds = zip(*loaded, strict=True)
-    return _Trial(
-        list(indices),
-        num_tried - len(loaded),
-        {name: statistics.mean(each[name] for each in differences) for name in datasets},
-        statistics.median(seconds),
-    )
+    means = {name: statistics.mean(each[name] for each in differences) for name in datasets}
+    return list(indices), means, statistics.median(seconds)
 
 
 # -- how fast? -------------------------------------------------------------------------------------
 
 
 def _images_per_second(
-    name: str, dataset: Dataset[Any], trial: _Trial, batch_size: int, num_workers: int
+    indices: list[int],
+    batch_size: int,
+    num_workers: int,
+    num_laps: int,
+    make_loader: Callable[..., Iterable[Any]],
 ) -> float:
     """Return the throughput between two deliveries in the middle of an epoch.
 
     So neither the start of workers nor their idle end counts. All numbers of batches are multiples
     of the number of workers, because torch delivers batches in bursts of one per worker.
     """
-    num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (trial.seconds * batch_size))))
     num_counted = num_laps * num_workers
     # Both loaders begin two batches for each worker at once (prefetch_factor), and ours finish
     # together: counted, they would look several times as fast.
@@ -175,9 +172,8 @@ def _images_per_second(
     num_loaded = num_before + num_counted
     # Another batch for each worker, so that none is idle when the clock stops.
     num_indices = (num_loaded + num_workers) * batch_size
-    sampler = list(itertools.islice(itertools.cycle(trial.indices), num_indices))
-    loader_class = DataLoader if name == OURS else TorchDataLoader
-    loader = loader_class(dataset, batch_size=batch_size, sampler=sampler, num_workers=num_workers)
+    sampler = list(itertools.islice(itertools.cycle(indices), num_indices))
+    loader = make_loader(batch_size=batch_size, sampler=sampler, num_workers=num_workers)
     # torch's loader ends with its iterator.
     with loader if isinstance(loader, DataLoader) else contextlib.nullcontext():
         delivered_seconds = [time.perf_counter() for _ in itertools.islice(loader, num_loaded)]
@@ -229,11 +225,11 @@ def _range(values: list[float], form: str) -> str:
 
 
 def _explain(
-    options: argparse.Namespace, job: ImageJob, trial: _Trial, batch_size: int, screen: Screen
+    options: argparse.Namespace, job: ImageJob, num_used: int, batch_size: int, screen: Screen
 ) -> None:
     kind = "random crops, flipped at random" if job.is_augmented else "the center crop"
     screen.say(
-        f"{len(trial.indices):,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
+        f"{num_used:,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
         f"pixels, batches of {batch_size}, {counted(options.workers, 'worker')} each. Files "
         "from the cache, start of workers not counted. Pixels: mean difference, from 0 to 255."
     )
@@ -243,9 +239,4 @@ def _explain(
         screen.say(
             f"Medians of {options.rounds} interleaved rounds (lowest–highest). “× as fast” is "
             "taken within each round, so its median need not be the ratio of the medians."
-        )
-    if trial.num_left_out:
-        screen.say(
-            f"Left out, as not every loader can decode them: {trial.num_left_out:,}. See which "
-            f"are damaged: spdl-torch check {job.folder}"
         )

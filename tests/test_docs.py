@@ -254,13 +254,10 @@ NOT_PLAIN_YET = {
     "CONTRIBUTING.md",
     "docs/profiling.md",
     "spdl_torch/_bad_samples.py",
-    "spdl_torch/_cli",
     "spdl_torch/_dataloader.py",
     "spdl_torch/_device",
-    "spdl_torch/_profiling",
     "spdl_torch/_randomness",
     "spdl_torch/_resume",
-    "spdl_torch/_verdict.py",
     "spdl_torch/_worker.py",
     "spdl_torch/_worker_info.py",
 }

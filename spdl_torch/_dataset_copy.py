@@ -56,7 +56,7 @@ class DatasetCopies:
 
     def __init__(self, dataset: Any, *, or_shallow: bool) -> None:
         self._dataset = dataset
-        self._shared: list[Any] = []
+        self._shared: dict[int, Any] = {}
         self._pickle: bytes | None = None
         file = io.BytesIO()
         try:
@@ -81,22 +81,19 @@ class DatasetCopies:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._shared = shared
-        self._positions: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, _SHARED_TYPES):
             return None
-        position = self._positions.setdefault(id(obj), len(self._shared))
-        if position == len(self._shared):
-            self._shared.append(obj)
-        return position
+        self._shared[id(obj)] = obj
+        return id(obj)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
         super().__init__(file)
         self._shared = shared
 

@@ -17,9 +17,7 @@ def device_of(device: Any) -> torch.device:
     try:
         meant = torch.device(device)
     except RuntimeError:
-        raise ValueError(
-            f"device {device!r} is none that torch knows. {_what_there_is()}"
-        ) from None
+        raise ValueError(f"torch knows no device {device!r}. {_what_there_is()}") from None
     except TypeError:
         raise TypeError(
             f"device must be a torch.device or a string, got {device!r}. {_what_there_is()}"
@@ -27,14 +25,13 @@ def device_of(device: Any) -> torch.device:
     if meant.type in ("cpu", "meta"):
         return torch.device(meant.type)
     module = getattr(torch, meant.type, None)
-    if module is None or not module.is_available():
-        raise ValueError(f"device {device!r} is not there. {_what_there_is()}")
-    index = meant.index
-    if index is None:
-        index = module.current_device() if hasattr(module, "current_device") else 0
-    if index >= module.device_count():
-        raise ValueError(f"device {device!r} is not there. {_what_there_is()}")
-    return torch.device(meant.type, index)
+    if module is not None and module.is_available():
+        index = meant.index
+        if index is None:
+            index = module.current_device() if hasattr(module, "current_device") else 0
+        if index < module.device_count():
+            return torch.device(meant.type, index)
+    raise ValueError(f"there is no device {device!r}. {_what_there_is()}")
 
 
 def _what_there_is() -> str:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any, Final
 
 import accelerate.data_loader
@@ -23,6 +24,7 @@ from accelerate.data_loader import (
 from torch.utils.data import IterableDataset
 
 from .._dataloader import DataLoader
+from .._resume import sampler_layers
 
 __all__ = ["prepare", "put_beneath", "skip_first_batches"]
 
@@ -51,15 +53,16 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
         The prepared objects in the same order, or the object itself if there is only one.
 
     """
-    for loader in objects:
-        if isinstance(loader, DataLoader) and not _is_prepared(loader):
-            _check(accelerator, loader)
+    # A loader that is prepared already reports our class as its own, too.
+    is_ours = [isinstance(x, DataLoader) and not isinstance(x, DataLoaderAdapter) for x in objects]
+    for loader in compress(objects, is_ours):
+        _check(accelerator, loader)
     with torchs_advice_withheld():
         results = accelerator.prepare(*objects)
-    for loader, prepared in zip(objects, results if len(objects) > 1 else (results,), strict=True):
-        if isinstance(loader, DataLoader) and not _is_prepared(loader):
-            put_beneath(prepared, loader)
-            accelerator.register_for_checkpointing(prepared)
+    pairs = zip(objects, results if len(objects) > 1 else (results,), strict=True)
+    for loader, prepared in compress(pairs, is_ours):
+        put_beneath(prepared, loader)
+        accelerator.register_for_checkpointing(prepared)
     return results
 
 
@@ -75,7 +78,7 @@ def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
         arguments: arguments of `DataLoader` that override those of `like`.
 
     """
-    if type(prepared) not in _classes():
+    if type(prepared) not in _OVER_OURS:
         raise ValueError(
             f"a {type(prepared).__name__} cannot have a spdl_torch.DataLoader inside. "
             "Prepare the loader with accelerator.prepare() to use torch's loader instead."
@@ -137,17 +140,13 @@ def _batching_of(loader: Any) -> dict[str, Any]:
     return {"batch_sampler": loader.batch_sampler}
 
 
-def _classes() -> dict[type, type]:
-    return {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
-
-
 def _replace_base(prepared: Any, loader: DataLoader[Any]) -> None:
     prepared.base_dataloader = loader
     # All processes would write its state to the same file at the same time.
     prepared.use_stateful_dataloader = False
     # Accelerate's loaders report the class of the loader inside as their __class__, so a plain
     # assignment does not work.
-    object.__dict__["__class__"].__set__(prepared, _classes()[type(prepared)])
+    object.__dict__["__class__"].__set__(prepared, _OVER_OURS[type(prepared)])
 
 
 class _RestOfEpoch(DataLoader[Any]):
@@ -254,6 +253,9 @@ class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
         return batches
 
 
+_OVER_OURS: Final = {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
+
+
 # -- loaders that cannot be prepared --------------------------------------------------------------
 
 
@@ -270,7 +272,7 @@ def _check(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
 
 
 def _check_not_distributed(sampler: Any) -> None:
-    for layer in _layers(sampler):
+    for layer in sampler_layers(sampler):
         num_parts: int = getattr(layer, "num_replicas", getattr(layer, "num_processes", 1))
         if num_parts > 1:
             raise ValueError(
@@ -282,19 +284,5 @@ def _check_not_distributed(sampler: Any) -> None:
             )
 
 
-def _layers(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler and those that it wraps, as a batch sampler does."""
-    for _ in range(4):
-        if sampler is None:
-            return
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
-
-
 def _is_iterable(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
-
-
-def _is_prepared(loader: Any) -> bool:
-    return isinstance(loader, DataLoaderAdapter)

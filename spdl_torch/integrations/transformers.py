@@ -56,7 +56,9 @@ class SpdlTrainerMixin:
         if resumes and num_done > 0:  # It is 0 with args.ignore_data_skip.
             rest = skip_first_batches(arguments["train_dataloader"], num_done)
             rest.set_epoch(arguments["epoch"])
-            arguments["train_dataloader"] = _loader_of(_Epoch(rest, num_done))
+            arguments["train_dataloader"] = torch.utils.data.DataLoader(
+                _Epoch(rest, num_done), batch_size=None, collate_fn=lambda batch: batch
+            )
         return super()._run_epoch(**arguments)  # type: ignore[misc]
 
 
@@ -75,11 +77,3 @@ class _Epoch(IterableDataset[Any]):
         for _ in range(self._num_done):
             yield None
         yield from self._rest
-
-
-def _loader_of(batches: IterableDataset[Any]) -> torch.utils.data.DataLoader[Any]:
-    return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -17,21 +17,14 @@ _HOLDS_NOTHING: Final = {bool, bytes, complex, float, int, str, type(None)}
 _NOT_A_SEQUENCE: Final = (str, bytes, bytearray, memoryview, collections.UserString)
 
 
-def _is_leaf(value: Any) -> bool:
-    """Return whether a value goes to a device as a whole: it is a tensor, or its class has `to()`.
-
-    The object itself is not asked: a mapping whose keys are attributes may have a key "to".
-    """
-    return isinstance(value, torch.Tensor) or callable(getattr(type(value), "to", None))
-
-
 def replaced(batch: Any, replace: Callable[[Any], Any]) -> Any:
     """Return the batch with `replace` called on each leaf; the same object if nothing changed.
 
-    Goes into mappings, sequences, named tuples and dataclasses, and keeps their types. Values of
-    other types stay as they are.
+    Leaves are tensors, and objects whose class has `to()`. Goes into mappings, sequences, named
+    tuples and dataclasses, and keeps their types. Values of other types stay as they are.
     """
-    if _is_leaf(batch):
+    # The class is asked: a mapping whose keys are attributes may have a key "to".
+    if isinstance(batch, torch.Tensor) or callable(getattr(type(batch), "to", None)):
         return replace(batch)
     if type(batch) in _HOLDS_NOTHING or isinstance(batch, _NOT_A_SEQUENCE):
         return batch
@@ -88,19 +81,16 @@ def _sequence_like(batch: Sequence[Any], values: dict[int, Any]) -> Any:
         for position, value in values.items():
             clone[position] = value
         return clone
-    items = list(values.values())
+    kind: Any = type(batch)
+    items = tuple(values.values())
     try:
-        return _tuple_like(batch, items) if isinstance(batch, tuple) else type(batch)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return tuple(items)
-
-
-def _tuple_like(batch: tuple[Any, ...], values: list[Any]) -> Any:
-    try:
-        # Not by its constructor, which may take other arguments.
-        clone = tuple.__new__(type(batch), values)
-    except TypeError:  # The results of torch.max() and the like.
-        return type(batch)(values)
+        # A tuple is not made by its constructor, which may take other arguments.
+        clone = tuple.__new__(kind, items)
+    except TypeError:  # No tuple, or a result of torch.max() and the like.
+        try:
+            return kind(list(items))
+        except TypeError:
+            return items
     if hasattr(batch, "__dict__"):
         clone.__dict__.update(batch.__dict__)
     return clone

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from av import CodecContext, FFmpegError, Packet, VideoCodecContext, VideoFrame
+from av.video.plane import VideoPlane
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from ._file import ImageError
-from ._geometry import Box, Grid, in_words
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from av.video.plane import VideoPlane
-
-    from ._file import ImageFile
-    from ._geometry import Orientation, Plan, Size
-
-    Pixels = npt.NDArray[np.uint8]
+from ._file import ImageError, ImageFile
+from ._geometry import Box, Grid, Orientation, Pixels, Plan, Size, in_words
 
 __all__ = ["Mode", "Output", "ThreadTools", "output_of", "pixels_of"]
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Pixels = npt.NDArray[np.uint8]
 
 __all__ = [
     "Box",
     "Grid",
     "Orientation",
+    "Pixels",
     "Plan",
     "Size",
     "center_box",
@@ -25,8 +22,9 @@ __all__ = [
     "resized",
 ]
 
-Size = tuple[int, int]
+Size: TypeAlias = tuple[int, int]
 """(height, width)"""
+Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Box(NamedTuple):

@@ -88,7 +88,6 @@ class ReplaceBadSamples:
             small dataset may be bad unless this is 0.
         max_count: how many samples may be bad. The lower of the two limits applies.
         log: a file to which one line of JSON is added for each bad sample.
-
     """
 
     __module__ = "spdl_torch"
@@ -122,7 +121,6 @@ class RetryLoad:
         attempts: how often to call it, the first time included.
         backoff: seconds to wait before the second attempt; doubled before each further attempt.
         exceptions: the exceptions to try again after. Others are raised at once.
-
     """
 
     __module__ = "spdl_torch"

@@ -93,29 +93,21 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
         >>> StagedDataset.from_functions(["a", "bc"], load=str.encode, preprocess=len)[1]
         2
         """
-        return _FunctionDataset(source, load, load_many, preprocess, collate)
+        hooks = {"preprocess": preprocess, "collate": collate}
+        if load_many is not None:
+            hooks["load_many"] = partial(_all_at, load_many, source)
+        if load is not None:
+            hooks["load"] = partial(_at, load, source)
+        elif load_many is None:
+            hooks["load"] = partial(getitem, source)
+        return _FunctionDataset(source, hooks)
 
 
 class _FunctionDataset(StagedDataset[Any]):
-    def __init__(
-        self,
-        source: Sequence[Any],
-        load: Hook | None,
-        load_many: Hook | None,
-        preprocess: Hook | None,
-        collate: Hook | None,
-    ) -> None:
+    def __init__(self, source: Sequence[Any], hooks: dict[str, Hook | None]) -> None:
         self._source = source
-        if load_many is not None:
-            self.load_many = partial(_all_at, load_many, source)
-        if load is not None:
-            self.load = partial(_at, load, source)  # type: ignore[method-assign]
-        elif load_many is None:
-            self.load = partial(getitem, source)  # type: ignore[method-assign]
-        if preprocess is not None:
-            self.preprocess = preprocess  # type: ignore[method-assign, assignment]
-        if collate is not None:
-            self.collate = collate  # type: ignore[method-assign, assignment]
+        # Attributes, which take the place of the methods.
+        vars(self).update((name, hook) for name, hook in hooks.items() if hook is not None)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -168,8 +160,7 @@ def collate_of(dataset: Any) -> Hook | None:
         dataset = dataset.dataset
     if not isinstance(dataset, StagedDataset):
         return None
-    is_default = getattr(dataset.collate, "__func__", None) is StagedDataset.collate
-    return None if is_default else dataset.collate
+    return None if _is_default(dataset.collate, StagedDataset.collate) else dataset.collate
 
 
 def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
@@ -179,16 +170,18 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
                 f"{type(dataset).__name__}.{name} is `async def`, but only load and load_many may "
                 "be: only I/O gains from asynchronous code. Make it a plain function."
             )
-    is_identity = getattr(dataset.preprocess, "__func__", None) is StagedDataset.preprocess
-    preprocess = None if is_identity else dataset.preprocess
-    load_many = dataset.load_many
-    if load_many is not None and batched:
-        is_async = _is_async(load_many)
-        return Hooks(load_many, preprocess, load_is_async=is_async, load_takes_batch=True)
-    has_default_load = getattr(dataset.load, "__func__", None) is StagedDataset.load
-    if has_default_load and _is_async(load_many):
-        return Hooks(partial(_load_one_of_many, load_many), preprocess, load_is_async=True)
-    return Hooks(dataset.load, preprocess, load_is_async=_is_async(dataset.load))
+    is_identity = _is_default(dataset.preprocess, StagedDataset.preprocess)
+    load: Any = dataset.load
+    takes_batch = batched and dataset.load_many is not None
+    if takes_batch:
+        load = dataset.load_many
+    elif _is_default(load, StagedDataset.load) and _is_async(dataset.load_many):
+        load = partial(_load_one_of_many, dataset.load_many)
+    return Hooks(load, None if is_identity else dataset.preprocess, _is_async(load), takes_batch)
+
+
+def _is_default(method: Any, default: Any) -> bool:
+    return getattr(method, "__func__", None) is default
 
 
 def _subset_hooks(subset: Subset[Any], batched: bool) -> Hooks:

@@ -133,7 +133,6 @@ def transfer(batch: Any, device: torch.device | str) -> Any:
     Args:
         batch: tensors in any structure.
         device: where to; without an index, the calling thread's current device.
-
     """
     way = Transfer(device_of(device))
     return way.receive(way.send(batch))

@@ -25,6 +25,8 @@ class ImageError(ValueError):
     spdl_torch.ImageError: cannot decode image: it is empty.
     """
 
+    __module__ = "spdl_torch"
+
 
 class ImageFile(NamedTuple):
     """The image in a file."""

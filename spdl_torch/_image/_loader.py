@@ -63,6 +63,8 @@ class ImageLoader:
             None sets no limit except FFmpeg's.
     """
 
+    __module__ = "spdl_torch"
+
     def __init__(
         self,
         size: int | Sequence[int] | None = None,

@@ -51,7 +51,6 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
     Returns:
         The prepared objects in the same order, or the object itself if there is only one.
-
     """
     # A loader that is prepared already reports our class as its own, too.
     is_ours = [isinstance(x, DataLoader) and not isinstance(x, DataLoaderAdapter) for x in objects]
@@ -76,7 +75,6 @@ def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
         like: a loader, torch's or ours, from which the new one takes its arguments. The samples of
             each batch are those of `prepared`.
         arguments: arguments of `DataLoader` that override those of `like`.
-
     """
     if type(prepared) not in _OVER_OURS:
         raise ValueError(
@@ -100,7 +98,6 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
     Args:
         prepared: a loader that `prepare` has returned.
         num_batches: number of batches to skip.
-
     """
     with torchs_advice_withheld():
         rest = accelerate.data_loader.skip_first_batches(prepared, num_batches)

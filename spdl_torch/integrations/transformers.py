@@ -28,7 +28,6 @@ class SpdlTrainerMixin:
         args: positional arguments of the trainer.
         loader_arguments: further arguments of `DataLoader`. Default: those of the class.
         kwargs: keyword arguments of the trainer.
-
     """
 
     loader_arguments: Mapping[str, Any] = MappingProxyType({})

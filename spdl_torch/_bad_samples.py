@@ -7,7 +7,6 @@ import contextlib
 import json
 import operator
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -168,12 +167,12 @@ class BadSamplePolicy:
         self.retries = self._retry is not None
         self._max_count = None if self._replace is None else _max_count(self._replace, dataset)
         self._bad_samples: dict[str, BadSample] = {}
-        self._num_retries: dict[int, int] = {}
-        """The number for each thread, because adding is not atomic."""
+        self._retries: list[None] = []
+        """One item for each retry, because appending is atomic and adding is not."""
 
     @property
     def num_retries(self) -> int:
-        return sum(self._num_retries.copy().values())
+        return len(self._retries)
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -233,7 +232,7 @@ class BadSamplePolicy:
                 except retry.exceptions:
                     if sleep(pause):
                         raise
-                    self._count_retry()
+                    self._retries.append(None)
                 restart_sample()
             return load(drawn)
 
@@ -251,7 +250,7 @@ class BadSamplePolicy:
                 try:
                     return await load(drawn)
                 except retry.exceptions:
-                    self._count_retry()
+                    self._retries.append(None)
                 await asyncio.sleep(pause)
                 restart_sample()
             return await load(drawn)
@@ -260,12 +259,8 @@ class BadSamplePolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies in one step: workers may write while a loader is copied.
-        bad_samples, num_retries = self._bad_samples.copy(), self._num_retries.copy()
-        return self.__dict__ | {"_bad_samples": bad_samples, "_num_retries": num_retries}
-
-    def _count_retry(self) -> None:
-        thread = threading.get_ident()
-        self._num_retries[thread] = self._num_retries.get(thread, 0) + 1
+        bad_samples, retries = self._bad_samples.copy(), self._retries.copy()
+        return self.__dict__ | {"_bad_samples": bad_samples, "_retries": retries}
 
 
 def substitutes(indices: Sequence[Any], slot: int, before: Sequence[Any]) -> list[Any]:

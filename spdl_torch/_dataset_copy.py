@@ -77,7 +77,9 @@ class DatasetCopies:
     def make(self) -> Any:
         if self._pickle is None:
             return copy.copy(self._dataset)
-        return _Unpickler(io.BytesIO(self._pickle), self._shared).load()
+        unpickler = pickle.Unpickler(io.BytesIO(self._pickle))
+        unpickler.persistent_load = self._shared.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
@@ -90,15 +92,6 @@ class _Pickler(pickle.Pickler):
             return None
         self._shared[id(obj)] = obj
         return id(obj)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
-        super().__init__(file)
-        self._shared = shared
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._shared[pid]
 
 
 def of_copy(function: Any, dataset: Any, dataset_copy: Any) -> Any:

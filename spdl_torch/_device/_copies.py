@@ -72,7 +72,7 @@ class Transfer:
         if self._module is None:
             copy = partial(_copy, device=self.device, non_blocking=False)
             return _Sent(replaced(batch, copy), [], None)
-        # The loop may be far ahead of the device. The copies must not be, nor their memory.
+        # The training loop may run far ahead of the device. Copies must not: they need its memory.
         while len(self._steps_queued) > _MAX_STEPS_QUEUED:
             self._steps_queued.popleft().synchronize()
         stream = _side_stream(self._module, self.device)
@@ -134,8 +134,8 @@ def transfer(batch: Any, device: torch.device | str) -> Any:
         batch: tensors in any structure.
         device: where to; without an index, the calling thread's current device.
     """
-    way = Transfer(device_of(device))
-    return way.receive(way.send(batch))
+    to_device = Transfer(device_of(device))
+    return to_device.receive(to_device.send(batch))
 
 
 transfer.__module__ = "spdl_torch"

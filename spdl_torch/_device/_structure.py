@@ -23,7 +23,7 @@ def replaced(batch: Any, replace: Callable[[Any], Any]) -> Any:
     Leaves are tensors, and objects whose class has `to()`. Goes into mappings, sequences, named
     tuples and dataclasses, and keeps their types. Values of other types stay as they are.
     """
-    # The class is asked: a mapping whose keys are attributes may have a key "to".
+    # Looked up in the class: a mapping whose keys are attributes may have a key "to".
     if isinstance(batch, torch.Tensor) or callable(getattr(type(batch), "to", None)):
         return replace(batch)
     if type(batch) in _HOLDS_NOTHING or isinstance(batch, _NOT_A_SEQUENCE):

@@ -105,7 +105,7 @@ _IN_HEADER = {_HUFFMAN, _QUANTISATION, _SCAN, *_FRAME_HEADERS, *_APPLICATIONS_AN
 
 def _parse_jpeg(data: bytes) -> ImageFile:
     # Nearly every file ends with the marker. Others have arbitrary data behind it, such as a second
-    # image or a film.
+    # image or a video.
     if not data.endswith(b"\xff\xd9") and _END_OF_IMAGE not in dict(_jpeg_segments(data)):
         raise _truncated(data)
     kind, frame_at, exif, pieces, start = 0, 0, b"", [], 0
@@ -134,7 +134,7 @@ def _parse_jpeg(data: bytes) -> ImageFile:
         raise ImageError("it is a JPEG without the tables that are needed to decode it")
     if precision != 8:
         raise ImageError(
-            f"it is a JPEG of {precision} bits, and FFmpeg decodes those of 8 bits alone"
+            f"it is a JPEG of {precision} bits, and FFmpeg decodes only those of 8 bits"
         )
     return ImageFile(
         "mjpeg",

@@ -28,7 +28,7 @@ from .._resume import sampler_layers
 
 __all__ = ["prepare", "put_beneath", "skip_first_batches"]
 
-_OF_THE_SHARD: Final = frozenset(
+_SET_BY_ACCELERATE: Final = frozenset(
     {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 )
 """The arguments that determine the samples of a batch. Accelerate has changed them."""
@@ -56,7 +56,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     is_ours = [isinstance(x, DataLoader) and not isinstance(x, DataLoaderAdapter) for x in objects]
     for loader in compress(objects, is_ours):
         _check(accelerator, loader)
-    with torchs_advice_withheld():
+    with suppress_worker_warning():
         results = accelerator.prepare(*objects)
     pairs = zip(objects, results if len(objects) > 1 else (results,), strict=True)
     for loader, prepared in compress(pairs, is_ours):
@@ -76,7 +76,7 @@ def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
             each batch are those of `prepared`.
         arguments: arguments of `DataLoader` that override those of `like`.
     """
-    if type(prepared) not in _OVER_OURS:
+    if type(prepared) not in _PREPARED:
         raise ValueError(
             f"a {type(prepared).__name__} cannot have a spdl_torch.DataLoader inside. "
             "Prepare the loader with accelerator.prepare() to use torch's loader instead."
@@ -99,9 +99,9 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
         prepared: a loader that `prepare` has returned.
         num_batches: number of batches to skip.
     """
-    with torchs_advice_withheld():
+    with suppress_worker_warning():
         rest = accelerate.data_loader.skip_first_batches(prepared, num_batches)
-    if not isinstance(prepared, _OverOurs):
+    if not isinstance(prepared, _Prepared):
         return rest
     ours = prepared.base_dataloader
     if _is_iterable(ours):  # It reads the first batches and drops them.
@@ -116,7 +116,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
 
 
 @contextlib.contextmanager
-def torchs_advice_withheld() -> Iterator[None]:
+def suppress_worker_warning() -> Iterator[None]:
     """Suppress torch's warning about many workers for a loader that will not be used."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -127,7 +127,7 @@ def _arguments_of(loader: Any) -> dict[str, Any]:
     return {
         name: getattr(loader, name)
         for name in inspect.signature(DataLoader.__init__).parameters
-        if name not in _OF_THE_SHARD and hasattr(loader, name)
+        if name not in _SET_BY_ACCELERATE and hasattr(loader, name)
     }
 
 
@@ -143,7 +143,7 @@ def _replace_base(prepared: Any, loader: DataLoader[Any]) -> None:
     prepared.use_stateful_dataloader = False
     # Accelerate's loaders report the class of the loader inside as their __class__, so a plain
     # assignment does not work.
-    object.__dict__["__class__"].__set__(prepared, _OVER_OURS[type(prepared)])
+    object.__dict__["__class__"].__set__(prepared, _PREPARED[type(prepared)])
 
 
 class _RestOfEpoch(DataLoader[Any]):
@@ -165,7 +165,7 @@ class _RestOfEpoch(DataLoader[Any]):
         return max(0, super().__len__() - self.num_skipped)
 
 
-class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
+class _Prepared(DataLoaderAdapter):  # type: ignore[misc]
     """Overrides for a loader of Accelerate's that has one of ours inside."""
 
     base_dataloader: DataLoader[Any]
@@ -229,11 +229,11 @@ class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
         return int(PartialState().num_processes)
 
 
-class _Shard(_OverOurs, DataLoaderShard):  # type: ignore[misc]
+class _Shard(_Prepared, DataLoaderShard):  # type: ignore[misc]
     """Each process loads its own batches."""
 
 
-class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
+class _Dispatcher(_Prepared, DataLoaderDispatcher):  # type: ignore[misc]
     """The first process loads all batches and sends the other processes their parts."""
 
     def _update_state_dict(self) -> None:
@@ -250,7 +250,7 @@ class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
         return batches
 
 
-_OVER_OURS: Final = {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
+_PREPARED: Final = {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
 
 
 # -- loaders that cannot be prepared --------------------------------------------------------------

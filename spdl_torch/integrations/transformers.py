@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from .accelerate import put_beneath, skip_first_batches, torchs_advice_withheld
+from .accelerate import put_beneath, skip_first_batches, suppress_worker_warning
 
 __all__ = ["SpdlTrainerMixin"]
 
@@ -41,7 +41,7 @@ class SpdlTrainerMixin:
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Create a loader. The trainer creates all its loaders here."""
-        with torchs_advice_withheld():
+        with suppress_worker_warning():
             prepared = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
         put_beneath(prepared, prepared.base_dataloader, **self.loader_arguments)
         return prepared

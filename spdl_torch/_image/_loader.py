@@ -24,7 +24,7 @@ __all__ = ["ImageLoader"]
 _MAX_PIXELS = 178_956_970
 """PIL's limit: 512 MB as RGB."""
 
-_NO_MODE = torch._C.DisableTorchFunction
+_NO_MODE = torch.DisableTorchFunction
 _nothing = contextlib.nullcontext()
 _tools = ThreadTools()
 _AS_STORED = Orientation()

@@ -108,9 +108,3 @@ class Epochs:
         elif settings.seed is not None:
             copied._chosen = self.next_epoch
         return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"clock": self.clock.kind}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"clock": EpochClock(state["clock"])})

@@ -247,12 +247,9 @@ def test_links_have_targets(page):
 NOT_PLAIN_YET = {
     "CONTRIBUTING.md",
     "docs/profiling.md",
-    "spdl_torch/_cli",
     "spdl_torch/_dataloader.py",
-    "spdl_torch/_profiling",
     "spdl_torch/_randomness",
     "spdl_torch/_resume",
-    "spdl_torch/_verdict.py",
     "spdl_torch/_worker.py",
     "spdl_torch/_worker_info.py",
 }

@@ -330,18 +330,16 @@ class Watched:
 
 
 class WatchedBatch(PendingBatch):
-    __slots__ = ()
-
     @property
     def is_finished(self):
-        is_finished = PendingBatch.is_finished.__get__(self)
+        is_finished = self.__dict__["is_finished"]
         if not is_finished:
             self.drawn.go_on_after_look(self.number)
         return is_finished
 
     @is_finished.setter
     def is_finished(self, is_finished):
-        PendingBatch.is_finished.__set__(self, is_finished)
+        self.__dict__["is_finished"] = is_finished
 
 
 @pytest.mark.parametrize(
@@ -377,11 +375,9 @@ def test_unordered_keeps_worker_order(finished_by):
 class ExhaustedBatch(PendingBatch):
     """Is exhausted and finished just after the consumer has seen that it is not finished."""
 
-    __slots__ = ()
-
     @property
     def is_finished(self):
-        is_finished = PendingBatch.is_finished.__get__(self)
+        is_finished = self.__dict__["is_finished"]
         if not is_finished:
             self.is_exhausted = True
             self.finish()
@@ -390,7 +386,7 @@ class ExhaustedBatch(PendingBatch):
 
     @is_finished.setter
     def is_finished(self, is_finished):
-        PendingBatch.is_finished.__set__(self, is_finished)
+        self.__dict__["is_finished"] = is_finished
 
 
 class Exhausted:

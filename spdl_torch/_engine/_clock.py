@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 __all__ = [
     "SPAN_SECONDS",
     "ConsumerClock",
-    "ConsumerReading",
     "EpochClock",
     "EpochReading",
     "FutureClock",
+    "LoopStats",
     "Recorder",
     "Span",
     "StageClock",
@@ -69,9 +69,9 @@ class StageStats:
 
     __module__ = "spdl_torch"
 
-    name: str
-    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
-    that is not split into stages does all its work in `preprocess`."""
+    name: Literal["load", "preprocess", "iterate", "collate", "transfer"]
+    """`iterate` is for iterable datasets. A dataset that is not split into stages does all its work
+    in `preprocess`."""
     width: int | None
     """How many samples it can work on at a time; None if its executor does not say. `collate` is
     done by the workers of the stage before it."""
@@ -137,6 +137,44 @@ class StageStats:
             if remaining <= 0:
                 return seconds * _MIDDLE_OF_BUCKET
         return 0.0
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """The training loop during an epoch.
+
+    Examples:
+        >>> loop = LoopStats(101, 12.0, first_wait_seconds=2.0, step_seconds=40.0, wake_seconds=0.0)
+        >>> loop.waited_share, loop.batches_per_second
+        (0.2, 2.0)
+
+    """
+
+    __module__ = "spdl_torch"
+
+    num_batches: int
+    """Batches that the loop has received."""
+    waited_seconds: float
+    """Time spent in `next()`: what the loader costs the loop."""
+    first_wait_seconds: float
+    """The part of `waited_seconds` before the first batch."""
+    step_seconds: float
+    """Time spent between two calls of `next()`. A step counts when it is done."""
+    wake_seconds: float
+    """Mean time from a batch being ready to the waiting loop continuing. Near five milliseconds
+    (Python's switch interval) or more: other threads hold the GIL."""
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the epoch spent waiting, after the first batch."""
+        waited = self.waited_seconds - self.first_wait_seconds
+        return _ratio(waited, waited + self.step_seconds)
+
+    @property
+    def batches_per_second(self) -> float:
+        """Throughput after the first batch."""
+        seconds = self.waited_seconds - self.first_wait_seconds + self.step_seconds
+        return _ratio(max(self.num_batches - 1, 0), seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,18 +470,6 @@ class FutureClock:
 # -- the consumer ---------------------------------------------------------------------------------
 
 
-class ConsumerReading(NamedTuple):
-    """What the training loop did until some moment."""
-
-    num_batches: int
-    num_bytes: int
-    waited_seconds: float
-    first_wait_seconds: float
-    step_seconds: float
-    wake_seconds: float
-    """From a worker's wake-up to the consumer going on, on average."""
-
-
 class ConsumerClock:
     """The training loop: it waits for a batch, or works with it."""
 
@@ -497,17 +523,16 @@ class ConsumerClock:
         has_left = now - self._at > max(1.0, 10 * step_seconds)
         return self._at + step_seconds if has_left else now
 
-    def read(self, now: float) -> ConsumerReading:
+    def read(self, now: float) -> LoopStats:
         # A step counts when it is done: the loop may be in one, or may have been left.
         is_waiting = self.started_at is not None and self._is_waiting
         seconds = max(0.0, now - self._at) if is_waiting else 0.0
-        return ConsumerReading(
+        return LoopStats(
             self.num_batches,
-            self.num_bytes,
             self.waited_seconds + seconds,
             self.first_wait_seconds + (seconds if self.num_batches == 0 else 0.0),
             self.step_seconds,
-            self.wake_seconds / self.num_wakeups if self.num_wakeups else 0.0,
+            _ratio(self.wake_seconds, self.num_wakeups),
         )
 
     def _record(self, what: str, now: float, batch: int) -> None:
@@ -524,19 +549,13 @@ class EpochReading(NamedTuple):
     elapsed_seconds: float
     cpu_seconds: float
     """Of the whole process."""
-    consumer: ConsumerReading
+    num_bytes: int
+    """Of the batches that the loop has received."""
+    loop: LoopStats
     stages: tuple[StageStats, ...]
 
 
 # Functions of the module, because a loader that has a clock can be pickled.
-def _none_ready() -> int:
-    return 0
-
-
-def _not_closed() -> None:
-    return None
-
-
 class EpochClock:
     """All clocks of one epoch, from its first batch to its end.
 
@@ -549,8 +568,8 @@ class EpochClock:
         stages: Sequence[StageClock] = (),
         *,
         window: int = 0,
-        num_ready: Callable[[], int] = _none_ready,
-        closed_at: Callable[[], float | None] = _not_closed,
+        num_ready: Callable[[], int] | None = None,
+        closed_at: Callable[[], float | None] | None = None,
     ) -> None:
         self.consumer = ConsumerClock()
         self.kind = kind
@@ -576,11 +595,11 @@ class EpochClock:
 
     @property
     def is_running(self) -> bool:
-        return self._last is None and self._closed_at() is None
+        return self._last is None and (self._closed_at is None or self._closed_at() is None)
 
     @property
     def num_ready(self) -> int:
-        return self._num_ready() if self.is_running else 0
+        return self._num_ready() if self._num_ready is not None and self.is_running else 0
 
     def record_spans(self, recorder: Recorder) -> None:
         self.consumer.recorder = recorder
@@ -590,13 +609,14 @@ class EpochClock:
     def read(self) -> EpochReading:
         if self._last is not None:
             return self._last
-        now = self._closed_at() or time.monotonic()
+        closed_at = None if self._closed_at is None else self._closed_at()
+        now = time.monotonic() if closed_at is None else closed_at
         return self._read(self.consumer.last_seen(now), is_over=not self.is_running)
 
     def _read(self, now: float, *, is_over: bool) -> EpochReading:
-        consumer = self.consumer.read(now)
+        num_bytes, loop = self.consumer.num_bytes, self.consumer.read(now)
         if self.consumer.started_at is None:
-            return EpochReading(0.0, 0.0, consumer, ())
+            return EpochReading(0.0, 0.0, num_bytes, loop, ())
         elapsed_seconds = max(0.0, now - self.consumer.started_at)
         stages = []
         for reading, earlier in zip(self._read_stages(now), self._at_start, strict=True):
@@ -604,7 +624,7 @@ class EpochClock:
             counter.combine(earlier.counter, -1)
             stages.append(
                 StageStats(
-                    reading.name,
+                    cast(Any, reading.name),  # The engine itself takes any name.
                     reading.width,
                     elapsed_seconds,
                     counter.num_samples,
@@ -617,7 +637,7 @@ class EpochClock:
                 )
             )
         cpu_seconds = time.process_time() - self._cpu_at
-        return EpochReading(elapsed_seconds, cpu_seconds, consumer, tuple(stages))
+        return EpochReading(elapsed_seconds, cpu_seconds, num_bytes, loop, tuple(stages))
 
     def _read_stages(self, now: float) -> list[Reading]:
         return [reading for stage in self._stages for reading in stage.read(now)]

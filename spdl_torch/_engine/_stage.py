@@ -106,10 +106,6 @@ class WorkerCursor:
         self.collate_context: AbstractContextManager[Any] | None = None
         """Entered for each batch that is made of samples, if there is one."""
 
-    def leave(self) -> None:
-        """Drop the contexts of a worker that has ended; they may refer to this object."""
-        self.task_context = contextlib.nullcontext()
-
 
 class Pace:
     """How long a sample takes, on average over the last ones."""
@@ -307,9 +303,9 @@ class ThreadStage(Stage):
         return _Tools(operation, collate, self._clocks[worker_id], cursor)
 
     def dismiss_worker(self, worker_id: int) -> None:
-        tools = self.tools.pop(worker_id, None)
-        if tools is not None:
-            tools.cursor.leave()
+        # The context of a worker may refer to its cursor, which would be a reference cycle.
+        if (tools := self.tools.pop(worker_id, None)) is not None:
+            tools.cursor.task_context = _no_context
 
     def in_flight(self) -> list[InFlight]:
         """Return what the workers are doing; approximately, since they do not stop for it."""

@@ -16,17 +16,6 @@ from typing import Any, Final
 
 from ._random import restart_sample
 
-__all__ = [
-    "BadSample",
-    "BadSamplePolicy",
-    "ReplaceBadSamples",
-    "RetryLoad",
-    "TooManyBadSamples",
-    "path_of",
-    "policies_of",
-    "substitutes",
-]
-
 _NUM_SHOWN: Final = 10
 
 

@@ -15,8 +15,6 @@ from torch.utils.data._utils.collate import (
     default_collate_fn_map,
 )
 
-__all__ = ["default_collate"]
-
 
 def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = torch.empty) -> Any:
     """Return the batch that torch's `default_collate` returns, faster for ints and pinned memory.

@@ -18,8 +18,6 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from ._event_loops import EventLoop
 
-__all__ = ["Hooks", "StagedDataset", "collate_of", "finished", "hooks_of"]
-
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 Hook = Callable[[Any], Any]
 

@@ -15,8 +15,6 @@ from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
-__all__ = ["DatasetCopies", "of_copy"]
-
 _SHARED_TYPES = (
     # Objects that do not change need no copy, and pickle would look up their names.
     type,

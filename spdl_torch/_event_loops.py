@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EventLoop"]
-
 
 class EventLoop:
     """Keeps one event loop from epoch to epoch, so that client sessions bound to it stay usable.

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from ._device import device_of
 from ._structure import replaced
 
-__all__ = ["Transfer", "transfer"]
-
 _INTERFACE: Final = ("Stream", "Event", "stream", "current_stream", "set_device")
 """The functions that a device's module needs for copies in the background."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of"]
-
 
 def device_of(device: Any) -> torch.device:
     """Return the device that an argument names, with its index; raise if it does not exist.

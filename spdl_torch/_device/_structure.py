@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["replaced"]
-
 _HOLDS_NOTHING: Final = {bool, bytes, complex, float, int, str, type(None)}
 _NOT_A_SEQUENCE: Final = (str, bytes, bytearray, memoryview, collections.UserString)
 

@@ -16,8 +16,6 @@ from ._threads import Lifetime
 from ._transfer_stage import TransferStage
 from ._window import Window
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Stages, first to last, and the window of the epoch that runs through them."""

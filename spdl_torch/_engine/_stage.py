@@ -14,16 +14,6 @@ from ._clock import SPAN_SECONDS, StageClock, ThreadStageClock, WorkerClock
 from ._in_flight import InFlight, stack_lines
 from ._threads import TaskQueue, WorkerGroup, Workers
 
-__all__ = [
-    "OnSampleError",
-    "Operation",
-    "Pace",
-    "Stage",
-    "ThreadStage",
-    "WorkerCursor",
-    "forward",
-]
-
 Operation = Callable[[Any], Any]
 
 _no_context = contextlib.nullcontext()

@@ -14,8 +14,6 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from ._file import ImageError, ImageFile
 from ._geometry import Box, Grid, Orientation, Pixels, Plan, Size, in_words
 
-__all__ = ["Mode", "Output", "ThreadTools", "output_of", "pixels_of"]
-
 Mode: TypeAlias = Literal["RGB", "L", "unchanged"]
 
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from ._geometry import Box, Size, in_words
 
-__all__ = ["ImageError", "ImageFile", "parsed"]
-
 
 class ImageError(ValueError):
     """Raised for a file that is no image, that is damaged, or that FFmpeg cannot decode.

@@ -9,19 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = [
-    "Box",
-    "Grid",
-    "Orientation",
-    "Pixels",
-    "Plan",
-    "Size",
-    "center_box",
-    "in_words",
-    "random_box",
-    "resized",
-]
-
 Size: TypeAlias = tuple[int, int]
 """(height, width)"""
 Pixels: TypeAlias = npt.NDArray[np.uint8]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     Encoded = bytes | bytearray | memoryview | torch.Tensor
     Path = str | os.PathLike[str]
 
-__all__ = ["ImageLoader"]
-
 _MAX_PIXELS = 178_956_970
 """PIL's limit: 512 MB as RGB."""
 

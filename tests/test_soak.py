@@ -766,12 +766,12 @@ def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
 # -- the interpreter's exit ------------------------------------------------------------------------
 
 EXIT_SERVER = """
-import _thread, asyncio, atexit, json, multiprocessing, os, random, signal, sys
+import asyncio, atexit, json, multiprocessing, os, signal, sys
 import tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import torch
 from torch.utils.data import IterableDataset
-from spdl_torch import DataLoader, ReplaceBadSamples, StagedDataset
+from spdl_torch import DataLoader, StagedDataset
 
 class Data(StagedDataset):
     def __len__(self): return 1000
@@ -800,11 +800,6 @@ async def leave_while_they_compute():
         is_computing.wait()
         break
 
-class Bad(Data):
-    def preprocess(self, raw):
-        if raw % 3 == 1: raise ValueError(raw)
-        return raw
-
 class Nested(Data):
     def preprocess(self, raw): return len(list(DataLoader(Data(), batch_size=100, num_workers=2)))
 
@@ -812,10 +807,7 @@ class Endless(IterableDataset):
     def __iter__(self):
         while True: yield torch.zeros(3)
 
-is_stuck = threading.Event()
-def get_stuck(*_, **__):
-    is_stuck.set()
-    threading.Event().wait()
+def get_stuck(*_, **__): threading.Event().wait()
 
 class StuckParcel:
     to = get_stuck
@@ -826,26 +818,12 @@ class Deadlocked(Data):
     def load(self, index):
         self.lock.acquire()
 
-has_begun = threading.Event()
-def consume(iterator):
-    try:
-        for _ in iterator: has_begun.set()
-    except RuntimeError:
-        pass  # Closed.
-
-def in_background(iterator):
-    thread = threading.Thread(target=consume, args=[iterator], daemon=True)
-    thread.start()
-    return thread
-
-all_others_are_made = threading.Barrier(4)
-class Lists(Data):
-    # The first is not made before the exit, the three behind it are.
-    def preprocess(self, raw):
-        if raw == 0: is_stuck.wait()
-        lists = [torch.zeros(3) for _ in range(10000)]
-        if raw in (1, 2, 3): all_others_are_made.wait()
-        return lists
+def time_out(**arguments):
+    iterator = iter(DataLoader(num_workers=2, timeout=0.1, **arguments))
+    try: next(iterator)
+    except RuntimeError as error: assert "timed out" in str(error)
+    else: raise AssertionError
+    return iterator
 
 program = None
 for line in sys.stdin:
@@ -876,14 +854,10 @@ EXITS = {
         iterator = iter(DataLoader(Data(), num_workers=2, device="meta")); next(iterator)
     """,
     "stuck on the way to a device": """
-        in_background(iter(DataLoader(
-            Data(), num_workers=2, device="meta", collate_fn=StuckParcel
-        )))
-        is_stuck.wait()
+        iterator = time_out(dataset=Data(), device="meta", collate_fn=StuckParcel)
     """,
     "stuck in collate": """
-        in_background(iter(DataLoader(Data(), num_workers=2, collate_fn=get_stuck)))
-        is_stuck.wait()
+        iterator = time_out(dataset=Data(), collate_fn=get_stuck)
     """,
     "with an executor of threads": """
         pool = ThreadPoolExecutor(2)
@@ -916,60 +890,16 @@ EXITS = {
         iterator = iter(DataLoader(Nested(), num_workers=3)); next(iterator)
     """,
     "a thread iterates": """
-        threading.Thread(target=consume, args=[DataLoader(Data(), num_workers=2)]).start()
+        threading.Thread(target=list, args=[DataLoader(Data(), num_workers=2)]).start()
     """,
-    "a daemon thread iterates": """
-        in_background(DataLoader(Endless(), num_workers=2))
-        has_begun.wait()
-    """,
-    # torch lets other threads run whenever a tensor goes.
-    "a daemon thread iterates over many tensors": """
-        in_background(DataLoader(Endless(), batch_size=20, collate_fn=list, num_workers=2))
-        has_begun.wait()
-    """,
-    "a daemon thread waits, with many tensors in flight": """
-        in_background(DataLoader(Lists(), batch_size=None, num_workers=4))
-        all_others_are_made.wait()
-        atexit.register(is_stuck.set)
-    """,
-    "a daemon thread begins one epoch after the other": """
-        class Short(Data):
-            def __len__(self): return 2
-        def train():
-            while True: consume(DataLoader(Short(), num_workers=2))
-        threading.Thread(target=train, daemon=True).start()
-        has_begun.wait()
-        time.sleep(random.random() / 100)  # It is to be anywhere.
-    """,
-    "a daemon thread goes on where the main thread has begun": """
-        iterator = iter(DataLoader(Busy(), batch_size=16, num_workers=2)); next(iterator)
-        def train():
-            for _ in iterator:
-                has_begun.set()
-                for _ in range(10): torch.rand(200, 200) @ torch.rand(200, 200)
-        threading.Thread(target=train, daemon=True).start()
-        has_begun.wait()
-        time.sleep(random.random() / 10)
-    """,
-    "a thread iterates that threading knows nothing of": """
-        _thread.start_new_thread(consume, (DataLoader(Endless(), num_workers=2),))
-        has_begun.wait()
-    """,
-    "workers are started slowly": """
-        def compute(_):
-            is_computing.set()
+    "interrupted while workers are set up": """
+        def interrupt(_):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             end = time.monotonic() + 0.4
             while time.monotonic() < end: torch.rand(300, 300) @ torch.rand(300, 300)
-        in_background(DataLoader(Data(), num_workers=16, worker_init_fn=compute))
-        is_computing.wait()
-    """,
-    "a daemon thread is joined that tries again and again": """
-        def try_again():
-            for _ in range(5): consume(DataLoader(Endless(), num_workers=2))
-        atexit.register(lambda: thread.join())  # Called after what the first loader registers.
-        thread = threading.Thread(target=try_again, daemon=True)
-        thread.start()
-        has_begun.wait()
+        try: next(iter(DataLoader(Data(), num_workers=16, worker_init_fn=interrupt)))
+        except KeyboardInterrupt: pass
+        else: raise AssertionError
     """,
     "a later exit handler forks": """
         def fork():
@@ -983,11 +913,7 @@ EXITS = {
     """,
     "deadlocked, after a timeout": """
         Deadlocked.lock.acquire()
-        loader = DataLoader(Deadlocked(), num_workers=2, num_io_workers=2, timeout=0.1)
-        iterator = iter(loader)
-        try: next(iterator)
-        except RuntimeError as error: assert "timed out" in str(error)
-        else: raise AssertionError
+        iterator = time_out(dataset=Deadlocked(), num_io_workers=2)
     """,
 }
 
@@ -1046,18 +972,22 @@ class DeadlockedPairs(Squares):
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
-def test_deadlocked_workers_are_a_timeout_and_do_not_hold_up_close(device):
+def test_deadlocked_workers_time_out(device):
+    """Deadlocked workers are a timeout error that names their line, and close() warns of them."""
     dataset = DeadlockedPairs()
     loader = DataLoader(dataset, num_workers=2, timeout=0.2, device=device)
     iterator = iter(loader)
-    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(dataset.resolve)
-        with pytest.raises(RuntimeError, match=r"timed out(.|\n)*with self.locks\[1 - index\]"):
-            next(iterator)
+        for _ in range(2):  # The error can be repeated.
+            with pytest.raises(RuntimeError, match=r"timed out(.|\n)*with self.locks\[1 - index\]"):
+                next(iterator)
+        started = time.monotonic()
         with pytest.warns(RuntimeWarning, match="2 worker thread.* still inside the dataset's"):
             loader.close()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < PATIENCE_SECONDS
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iterator)
     await_end(own_threads())
 
 
@@ -1172,6 +1102,9 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
 
+RESUMES = pytest.mark.filterwarnings("ignore:.*read again and thrown away:UserWarning")
+
+
 def take(iterator, received):
     """Ask for one batch; true if there is none.
 
@@ -1182,32 +1115,39 @@ def take(iterator, received):
     return len(received) == num_received
 
 
+@RESUMES
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_at_random_moments_of_an_epoch_is_no_hang_and_repeats_no_batch(kind, in_order, pool):
-    expected = expected_indices(kind, 800)
+def test_ctrl_c_at_random_moments(kind, in_order, pool):
+    """After each Ctrl-C an epoch is resumed: no batch is repeated, at most one is lost each time.
+
+    A batch may be lost after next() has counted it as delivered and before the loop has it.
+    """
+    expected = expected_indices(kind, 400)
     with (
         loader_of(
             kind,
-            800,
+            400,
             pool=pool,
             in_order=in_order,
-            # The end of an epoch closes nothing: to interrupt close() is the test after the next.
+            # The end of an epoch closes nothing: another test interrupts close().
             persistent_workers=True,
             timeout=PATIENCE_SECONDS,
         ) as loader,
-        CtrlC(seed=0, longest_seconds=0.002) as ctrl_c,
+        CtrlC(seed=0, longest_seconds=0.01) as ctrl_c,
     ):
-        assert len(indices_of(loader)) == len(expected)
-        while ctrl_c.num_heard < 100 * SOAK:
+        while ctrl_c.num_heard < 200 * SOAK:
+            num_before = ctrl_c.num_heard
             places = [expected.index(batch) for batch in interrupted_epoch(loader, ctrl_c)]
             assert len(places) == len(set(places))
+            assert len(places) >= len(expected) - (ctrl_c.num_heard - num_before)
             # Where one of an iterable dataset's workers had its turn, it may be another's.
             assert places == sorted(places) or not in_order or kind == "iterable"
+    await_end(own_threads())
 
 
 def interrupted_epoch(loader, ctrl_c):
-    """What is received of an epoch, by a loop that goes on after each Ctrl-C."""
+    """Return what is received of an epoch that is resumed after each Ctrl-C."""
     iterator = iter(loader)
     received = []
     is_over = False
@@ -1217,13 +1157,23 @@ def interrupted_epoch(loader, ctrl_c):
             is_over = take(iterator, received)
             ctrl_c.is_listening = False
         except KeyboardInterrupt:
-            is_over = False
-        except RuntimeError as error:
-            ctrl_c.is_listening = False
-            if "was interrupted" not in str(error):  # A timeout would be a hang.
-                raise
-            is_over = "while the sampler was asked" in str(error)  # It cannot go on.
+            iterator, is_over = resumed(loader, iterator, received)
     return indices_of(received)
+
+
+def resumed(loader, iterator, received):
+    """Return an iterator that resumes an epoch whose wait was interrupted, and whether it is over.
+
+    It is the same one only if the interrupt came before next() had begun or after it had ended.
+    """
+    state = loader.state_dict()
+    try:
+        return iterator, take(iterator, received)
+    except RuntimeError as error:
+        if "iterator is closed" not in str(error):  # A timeout would be a hang.
+            raise
+    loader.load_state_dict(state)
+    return iter(loader), False
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1245,15 +1195,24 @@ def test_ctrl_c_at_any_moment_before_a_loader_closes_leaves_no_thread(kind, pool
     gc.collect()  # Half-made event loops of asyncio, while nobody minds.
 
 
+def is_in_executor(frame):
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith("concurrent.futures"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def interrupt_at(place, function, *arguments):
-    """Call a function, with a Ctrl-C at one of the places where Python hears it; false if none.
+    """Call a function with a Ctrl-C at one of the places where Python hears it; false if none.
 
     Python hears a signal when a function begins and when one that is written in C has returned.
+    Not inside an executor: CPython's own would keep its locks.
     """
     countdown = itertools.count(place, -1)
 
     def interrupt(frame, event, _):
-        if event in ("call", "c_return") and next(countdown) == 0:
+        if event in ("call", "c_return") and not is_in_executor(frame) and next(countdown) == 0:
             raise KeyboardInterrupt
 
     sys.setprofile(interrupt)
@@ -1266,44 +1225,23 @@ def interrupt_at(place, function, *arguments):
     return False
 
 
-def batches_after_an_interrupt(kind, place, pool):
-    """What is received if the wait for the third batch is interrupted, and how many are errors."""
-    num_errors = 0
-    with loader_of(kind, pool=pool, timeout=PATIENCE_SECONDS) as loader:
-        iterator = iter(loader)
-        received = [next(iterator), next(iterator)]
-        interrupt_at(place, take, iterator, received)
-        is_over = False
-        while not is_over:
-            try:
-                is_over = take(iterator, received)
-            except (KeyboardInterrupt, RuntimeError) as error:
-                if "timed out" in str(error):
-                    raise
-                if "while the sampler was asked" in str(error):
-                    return indices_of(received), None  # It says that it cannot go on.
-                num_errors += 1
-    return indices_of(received), num_errors
-
-
+@RESUMES
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wait_that_is_interrupted_at_each_place_in_turn_repeats_no_batch(kind, pool, monkeypatch):
+def test_interrupt_at_each_place(kind, pool, monkeypatch):
+    """A wait that is interrupted at any place repeats no batch and loses at most one."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     expected = expected_indices(kind)
-    for place in range(60):
-        found, _ = batches_after_an_interrupt(kind, place, pool)
-        assert len(found) == len({tuple(batch) for batch in found})
-        assert all(batch in expected for batch in found)
-
-
-def test_a_wait_that_is_interrupted_loses_at_most_the_batch_that_is_just_handed_over(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    expected = expected_indices("threads")
-    for place in range(60):
-        found, num_errors = batches_after_an_interrupt("threads", place, None)
-        if num_errors == 0:  # Else one is said to be missing.
-            # Between the end of next() and an assignment, Python itself would lose it.
-            assert found in (expected, expected[:2] + expected[3:]), place
+    for place in range(130):
+        with loader_of(kind, pool=pool, timeout=PATIENCE_SECONDS) as loader:
+            iterator = iter(loader)
+            received = [next(iterator), next(iterator)]
+            if interrupt_at(place, take, iterator, received):
+                iterator, is_over = resumed(loader, iterator, received)
+                assert not is_over
+            found = indices_of([*received, *iterator])
+        assert len(found) == len({tuple(batch) for batch in found}), place
+        assert all(batch in expected for batch in found), place
+        assert len(found) >= len(expected) - 1, place
 
 
 @FORKS

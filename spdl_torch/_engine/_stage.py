@@ -147,6 +147,27 @@ class _Work(NamedTuple):
 class _SlotQueue(TaskQueue):
     """Hands out the oldest work that has unclaimed slots, to any number of workers."""
 
+    def add(self, work: _Work) -> None:
+        """Add work behind that of older batches, without waking a worker.
+
+        Threads of the stage before finish in any order. The consumer waits for the oldest batch, so
+        a later one that arrives sooner must not go first. If another thread changes the queue
+        meanwhile, the place may be off by a few, which only costs time.
+        """
+        place = len(self.tasks)
+        with contextlib.suppress(IndexError):  # A worker has removed some.
+            while place > 0 and self.tasks[place - 1].batch.number > work.batch.number:
+                place -= 1
+        self.tasks.insert(place, work)
+
+    def has_older(self, batch: PendingBatch) -> bool:
+        """Return whether work on an older batch waits, perhaps since a worker took this one."""
+        try:
+            first: _Work = self.tasks[0]
+        except IndexError:
+            return False
+        return first.batch.number < batch.number and bool(first.unclaimed)
+
     def take(self) -> _Work | None:
         while self.tasks:
             try:
@@ -246,12 +267,13 @@ class ThreadStage:
         return True
 
     def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
-        self._queue.tasks.append(_Work(batch, list(reversed(slots))))
+        self._queue.add(_Work(batch, list(reversed(slots))))
         is_shared = self._pace.seconds_per_sample > _SHARE_SECONDS
         self._queue.wake(len(slots) if is_shared else 1)
 
     def collate(self, batch: PendingBatch) -> None:
-        self._queue.put(_Work(batch, [0], is_settled=True))
+        self._queue.add(_Work(batch, [0], is_settled=True))
+        self._queue.wake(1)
 
     def wake(self, *, is_needed: bool, is_quick: bool) -> None:
         """Wake as many workers as the accepted batches are worth.
@@ -394,7 +416,9 @@ class ThreadStage:
         num_filled = num_failed = num_uncounted = 0
         done: list[int] = []
         handed_over_at = clock.at
-        while not epoch.is_closed:
+        is_later, has_older = not self._is_first, self._queue.has_older
+        # For an older batch this one is left: its slots stay in the queue.
+        while not (epoch.is_closed or (is_later and num_filled > 0 and has_older(batch))):
             try:
                 slot = claim()
             except IndexError:

@@ -194,7 +194,7 @@ def resident_bytes():
 def collect(kind):
     """Collect garbage where it holds descriptors.
 
-    It should not: test_a_dropped_async_loader_gives_its_descriptors_back_at_once.
+    It should not: test_async_loader_closes_descriptors.
     """
     if kind in ("async", "all"):
         gc.collect()
@@ -307,7 +307,8 @@ def outcomes(iterator):
 
 
 @seeds(40)
-def test_each_fault_comes_at_its_batch_and_all_others_are_right(seed, pool):
+def test_each_fault_at_its_batch(seed, pool):
+    """Each fault is raised at its batch, and all other batches are right."""
     rng = random.Random(seed)
     batch_size = rng.randrange(1, 7)
     cls = rng.choice([Faulty, FaultyAsync, FaultyWhole])
@@ -390,7 +391,8 @@ class HugeAndSlowAsync(HugeAndSlow):
 
 
 @seeds(6)
-def test_huge_and_slow_samples_arrive_and_no_more_live_than_the_window_holds(seed):
+def test_huge_samples_fit_the_window(seed):
+    """No more huge samples are alive than the window holds."""
     rng = random.Random(seed)
     size, batch_size, window = 60, rng.randrange(1, 4), rng.randrange(1, 4)
     census = Census()
@@ -470,7 +472,8 @@ def break_off_many(kind, number, rng, pool, kept=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_200_loaders_broken_off_leave_no_thread_no_descriptor_and_no_memory(kind, pool):
+def test_abandoned_loaders_leave_nothing(kind, pool):
+    """Loaders that are left in mid-epoch leave no thread, no descriptor and no memory."""
     rng = random.Random(0)
     break_off_many(kind, 30, rng, pool)  # What is made once is made now.
     collect(kind)
@@ -485,7 +488,8 @@ def test_200_loaders_broken_off_leave_no_thread_no_descriptor_and_no_memory(kind
 
 
 @pytest.mark.parametrize("kind", ["threads", "meta"])
-def test_a_leak_of_one_batch_for_each_loader_would_be_seen(kind, pool):
+def test_leak_per_loader_is_seen(kind, pool):
+    """The measurement sees a leak of one batch for each loader."""
     rng = random.Random(0)
     break_off_many(kind, 30, rng, pool)
     before, kept = Used(), Kept()
@@ -511,7 +515,8 @@ def drop_many(number, use, pool):
 
 
 @pytest.mark.parametrize("use", [lambda _: None, iter, list], ids=["never", "iter", "once"])
-def test_thousands_of_loaders_made_and_dropped_leave_nothing(use, pool):
+def test_dropped_loaders_leave_nothing(use, pool):
+    """Thousands of loaders that are made and dropped leave nothing."""
     drop_many(60, use, pool)
     collect("all")
     before = Used()
@@ -525,14 +530,16 @@ def test_thousands_of_loaders_made_and_dropped_leave_nothing(use, pool):
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_dropped_async_loader_gives_its_descriptors_back_at_once():
+def test_async_loader_closes_descriptors():
+    """A dropped loader of an async dataset closes its descriptors at once."""
     before = num_descriptors()
     assert indices_of(loader_of("async")) == expected_indices("async")
     assert num_descriptors() == before
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_dataset_is_freed_with_its_loader_and_needs_no_garbage_collector():
+def test_dataset_is_freed_with_loader():
+    """A dataset is freed with its loader, without the garbage collector."""
     loader = loader_of("threads")
     dataset = weakref.ref(loader.dataset)
     assert indices_of(loader) == expected_indices("threads")
@@ -637,14 +644,16 @@ MAX_BLOCKS_PER_BATCH = 0.05
 
 
 @pytest.mark.parametrize("name", [*LONG_RUNS, *EPOCHS])
-def test_memory_is_flat_over_many_batches(name):
+def test_memory_is_flat(name):
+    """Memory does not grow over many batches."""
     num_bytes, num_blocks = growth_of_a_long_run(batches_of_a_long_run(name))
     print(name, num_bytes, "bytes and", num_blocks, "blocks per batch")  # noqa: T201
     assert num_bytes < MAX_BYTES_PER_BATCH
     assert num_blocks < MAX_BLOCKS_PER_BATCH
 
 
-def test_a_leak_of_each_batch_would_be_seen():
+def test_leak_per_batch_is_seen():
+    """The measurement sees a leak of every batch."""
     # By the blocks: resident memory may hide a small one, in what earlier tests have left free.
     _, num_blocks = growth_of_a_long_run(batches_of_a_long_run("threads"), kept=[])
     assert num_blocks > MAX_BLOCKS_PER_BATCH
@@ -667,7 +676,9 @@ def at_once(*functions):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_threads_may_iterate_two_loaders_at_once(kind, pool):
+def test_two_threads_with_two_loaders(kind, pool):
+    """Two threads iterate two loaders at the same time."""
+
     def use():
         with loader_of(kind, 200, pool=pool) as loader:
             return [indices_of(loader) for _ in range(3)]
@@ -677,7 +688,8 @@ def test_two_threads_may_iterate_two_loaders_at_once(kind, pool):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_threads_may_have_an_iterator_each_of_the_same_loader(kind, pool):
+def test_two_threads_with_one_loader(kind, pool):
+    """Two threads have an iterator each of the same loader."""
     loader = loader_of(kind, 200, pool=pool)
 
     def use():
@@ -713,9 +725,8 @@ def exit_code_in_child(function):
 @FORKS
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "executor"])
-def test_a_child_forked_in_mid_epoch_gets_all_batches_and_the_parent_the_rest(
-    kind, persistent_workers
-):
+def test_fork_in_mid_epoch(kind, persistent_workers):
+    """A child forked in mid-epoch can iterate from the beginning, and the parent gets the rest."""
     # Not with an executor: a fork leaves its threads behind too, and they are not ours.
     expected = expected_indices(kind, 80)
     rng = random.Random(0)
@@ -747,7 +758,9 @@ SUMS = [sum(i * i for i in range(n)) for n in range(6)]
 
 
 @FORKS
-def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
+def test_torch_workers_beside_our_threads():
+    """torch's worker processes work beside our threads and inside our loop."""
+
     def theirs():
         return torch.utils.data.DataLoader(SumsInThreads(6), num_workers=2)
 
@@ -939,7 +952,8 @@ def exit_of():
 
 
 @pytest.mark.parametrize("name", EXITS)
-def test_the_interpreter_exits_soon_and_without_a_word(exit_of, name):
+def test_interpreter_exits_quietly(exit_of, name):
+    """The interpreter exits soon and writes nothing to stderr, whatever the workers are doing."""
     lines = EXITS[name].strip("\n").splitlines()
     indent = len(lines[0]) - len(lines[0].lstrip())
     for _ in range(SOAK):
@@ -1001,7 +1015,8 @@ class Recursive(Squares):
         return 1 + sum(int(batch) for batch in DataLoader(Recursive(index), num_workers=2))
 
 
-def test_a_dataset_may_use_loaders_of_itself_many_levels_deep():
+def test_dataset_nests_loaders():
+    """A dataset may use loaders of itself, many levels deep."""
     assert [int(batch) for batch in DataLoader(Recursive(6), num_workers=2)] == [1, 2, 4, 8, 16, 32]
 
 
@@ -1018,7 +1033,8 @@ class OwnLoader(Squares):
             return sum(int(batch) for batch in self.loader) + index
 
 
-def test_a_dataset_may_keep_a_loader_with_persistent_workers():
+def test_dataset_keeps_a_loader():
+    """A dataset may keep a loader with persistent workers."""
     total = sum(i * i for i in range(10))
     dataset = OwnLoader(10)
     for _ in range(3 * SOAK):
@@ -1029,7 +1045,9 @@ def test_a_dataset_may_keep_a_loader_with_persistent_workers():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_collate_function_may_iterate_another_loader(kind, pool):
+def test_collate_iterates_another_loader(kind, pool):
+    """A collate function may iterate another loader."""
+
     def collate(samples):
         inner = loader_of(kind, 16, pool=inner_pool)
         return Parcel([int(sample[0]) for sample in samples] + [len(indices_of(inner))])
@@ -1048,7 +1066,8 @@ class FailsInside(Squares):
         return sum(int(batch) for batch in DataLoader(FailsInside(1), num_workers=2))
 
 
-def test_a_fault_in_a_loader_inside_a_loader_comes_out_of_both():
+def test_fault_leaves_nested_loaders():
+    """A fault in a loader inside a loader is raised by both."""
     with DataLoader(FailsInside(4), num_workers=2) as loader:
         iterator = iter(loader)
         for _ in range(4):
@@ -1060,7 +1079,8 @@ def test_a_fault_in_a_loader_inside_a_loader_comes_out_of_both():
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_fault_that_was_caught_leaves_no_thread_of_a_loader_inside():
+def test_caught_fault_leaves_no_thread():
+    """A fault that was caught keeps no thread of a nested loader alive."""
     with DataLoader(FailsInside(2), num_workers=2) as loader:
         assert outcomes(iter(loader)) == ["at the bottom"] * 2
     assert own_thread_names() == []
@@ -1177,7 +1197,8 @@ def resumed(loader, iterator, received):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_at_any_moment_before_a_loader_closes_leaves_no_thread(kind, pool, monkeypatch):
+def test_ctrl_c_leaves_no_thread(kind, pool, monkeypatch):
+    """Ctrl-C at any moment before a loader closes leaves no thread."""
     # What is interrupted in a finaliser is not raised but reported.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with CtrlC(seed=0, longest_seconds=0.006) as ctrl_c:
@@ -1245,7 +1266,9 @@ def test_interrupt_at_each_place(kind, pool, monkeypatch):
 
 
 @FORKS
-def test_a_close_that_is_interrupted_can_be_repeated():
+def test_interrupted_close_can_be_repeated():
+    """A second close() ends the threads that an interrupted one has left."""
+
     def close_twice():
         for place in range(100):
             loader = loader_of("threads")
@@ -1296,7 +1319,8 @@ def collect_until_dead(nodes):
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_used_iterators_in_cycles_end_when_they_are_collected(kind, pool):
+def test_collected_iterators_end(kind, pool):
+    """Half-used iterators in reference cycles end when they are collected."""
     rng = random.Random(0)
     num_before = num_descriptors()
     nodes = [drop_in_a_cycle(kind, rng.randrange(1, 10), pool) for _ in range(10 * SOAK)]
@@ -1322,7 +1346,8 @@ class Collecting(Squares):
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_used_iterators_end_also_if_a_worker_of_another_loader_collects_them(kind, pool):
+def test_worker_collects_other_iterators(kind, pool):
+    """Half-used iterators end also if a worker of another loader collects them."""
     num_before = num_descriptors()
     nodes = [drop_in_a_cycle(kind, 2, pool) for _ in range(3 * SOAK)]
     threads = own_threads()
@@ -1342,9 +1367,8 @@ def pickled(loader):
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, pickled])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_made_in_mid_epoch_begins_anew_and_the_original_goes_on(
-    kind, clone, persistent_workers, pool
-):
+def test_copy_in_mid_epoch(kind, clone, persistent_workers, pool):
+    """A copy made in mid-epoch begins with the first batch, and the original is not disturbed."""
     if kind == "executor" and clone is not copy.copy:
         pytest.skip("an executor of threads can be neither pickled nor copied")
     expected = expected_indices(kind)
@@ -1358,7 +1382,8 @@ def test_a_copy_made_in_mid_epoch_begins_anew_and_the_original_goes_on(
             assert seen + indices_of(iterator) == expected
 
 
-def test_a_copy_of_a_loader_that_is_to_go_on_goes_on_too():
+def test_copy_resumes_too():
+    """A copy of a loader that is to resume from a state resumes too."""
     with loader_of("threads", seed=3, shuffle=True) as loader:
         whole = indices_of(loader)
     with loader_of("threads", seed=3, shuffle=True) as loader:

@@ -420,17 +420,14 @@ class ThreadStage(Stage):
         inputs = batch.indices if self._is_first else slots
         claim = work.unclaimed.pop
         # To read the clock for each cheap sample would take longer than some of them.
-        is_timed = (
-            self._is_watched
-            or self._pace.seconds_per_sample > SPAN_SECONDS
-            or clock.recorder is not None
-        )
+        is_slow = self._pace.seconds_per_sample > SPAN_SECONDS
+        is_timed = self._is_watched or is_slow or clock.recorder is not None
         num_filled = num_failed = num_uncounted = 0
         done: list[int] = []
         handed_over_at = clock.at
-        is_later, has_older = not self._is_first, self._queue.has_older
-        # For an older batch this one is left: its slots stay in the queue.
-        while not (epoch.is_closed or (is_later and num_filled > 0 and has_older(batch))):
+        yields = is_slow and not self._is_first
+        # An older batch that has arrived goes first: the slots of this one stay in the queue.
+        while not (epoch.is_closed or (yields and num_filled and self._queue.has_older(batch))):
             try:
                 slot = claim()
             except IndexError:

@@ -235,13 +235,16 @@ def test_stages_pass_samples_once():
 # -- how many workers load a batch -----------------------------------------------------------------
 
 
-def staged(load, preprocess, num_load_workers=4):
+def staged(load, preprocess, num_load_workers=4, num_workers=2):
     preprocess_stage = ThreadStage(
-        "preprocess", range(2), lambda worker_id, cursor: (preprocess, list), is_first=False
+        "preprocess",
+        range(num_workers),
+        lambda worker_id, cursor: (preprocess, list),
+        is_first=False,
     )
     load_stage = ThreadStage(
         "load",
-        range(2, 2 + num_load_workers),
+        range(num_workers, num_workers + num_load_workers),
         lambda worker_id, cursor: (load, None),
         is_first=True,
         next_stage=preprocess_stage,
@@ -290,6 +293,34 @@ def test_dependent_samples_do_not_deadlock():
     pipeline = pipeline_of(*staged(load, preprocess))
     batches_of(pipeline, CHEAP)
     assert batches_of(pipeline, [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
+    pipeline.lifetime.close()
+
+
+def test_oldest_batch_goes_first():
+    """A late sample of the oldest batch is preprocessed before all samples of later batches."""
+    second_batch_is_begun, late_one_has_arrived = threading.Event(), threading.Event()
+    order = []
+
+    def load(index):
+        if index == 0:
+            assert second_batch_is_begun.wait(PATIENCE_SECONDS)
+        if index == 5:  # Leaves 6 to the worker that has loaded 0, after it has passed that on.
+            assert late_one_has_arrived.wait(PATIENCE_SECONDS)
+        if index == 6:
+            late_one_has_arrived.set()
+        return index
+
+    def preprocess(index):
+        if index == 2:
+            second_batch_is_begun.set()
+            assert late_one_has_arrived.wait(PATIENCE_SECONDS)
+        order.append(index)
+        return index
+
+    pipeline = pipeline_of(*staged(load, preprocess, num_load_workers=2, num_workers=1))
+    source = [[0], [2, 3], [4, 5], [6, 7]]
+    assert batches_of(pipeline, source) == source
+    assert order[:3] == [2, 0, 3]
     pipeline.lifetime.close()
 
 

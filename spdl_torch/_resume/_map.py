@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 
 from .._ranges import Ranges
 from .._settings import LoaderSettings
-from ._orders import order_of, restored_order
+from ._orders import order_of
 from ._progress import Progress, warn_caller
 from ._state import MapState, is_stateful, state_of
 
@@ -43,10 +43,8 @@ class MapProgress(Progress):
         self._order = order_of(self._sampler, self._order_seed)
         self._offset = 0
         """How many indices of the epoch came before those of the order."""
-        self._done = Ranges()
-        """The places of the order that had been delivered before the epoch was resumed."""
         self._delivered = Ranges()
-        """The numbers of the draws that were delivered since."""
+        """The numbers of the draws that were delivered, since the epoch was resumed."""
         if saved is not None:
             self._restore(settings.dataset, saved)
 
@@ -68,7 +66,11 @@ class MapProgress(Progress):
             )
         self._dataset_state, self._offset = saved.dataset_state, saved.offset
         # Last, because it sets the sampler's epoch.
-        self._order, self._done = restored_order(self._sampler, saved.sampler, saved.done)
+        self._order.load(saved.sampler, saved.done)
+
+    def follow(self, before: Any, *, workers_persist: bool) -> None:  # noqa: ARG002
+        """Begin where the epoch before has ended."""
+        self._order.follow(before._order)
 
     def __iter__(self) -> Iterator[Any]:
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
@@ -76,23 +78,27 @@ class MapProgress(Progress):
         self.has_drawn = True
         if self._order.epoch_was_changed():
             self._start_over()
-        draws = self._order.open(self._done)
-        if self._batch_sampler is not None:
-            draws = iter(BatchSampler(draws, self._num_units, self._batch_sampler.drop_last))
+        order, batches = self._order, self._batch_sampler
+        draws = order.open()
+        if batches is not None:
+            draws = iter(BatchSampler(draws, self._num_units, batches.drop_last))
+        if not order.has_marks:
+            yield from draws
+            return
         for drawn in draws:
-            self._order.make_mark()
+            order.make_mark()
             yield drawn
-        self._order.make_mark()
+        order.make_mark()
 
     def _start_over(self) -> None:
-        if self._done or self._offset or self._order.is_partial:
+        if self._offset or self._order.is_partial:
             warn_caller(
                 "set_epoch() has chosen another epoch than that of the loaded state, so it begins "
                 "at its first batch. Call set_epoch() with the epoch that was saved, or not at "
                 "all, to resume where the state was saved."
             )
         self._order = order_of(self._sampler, self._order_seed)
-        self._done, self._offset = Ranges(), 0
+        self._offset = 0
 
     def deliver(self, position: Any) -> None:
         self._delivered.add(position, position + 1)
@@ -105,13 +111,9 @@ class MapProgress(Progress):
         The last batch of an epoch may be smaller, and not on all ranks. Counted as full, it is the
         same number on all of them.
         """
-        done = self._done.copy()
-        for first, last in self._delivered:
-            for places in self._done.missing_ranges(
-                first * self._num_units, last * self._num_units
-            ):
-                done.add(*places)
-        return done
+        num_units = self._num_units
+        draws = ((first * num_units, last * num_units) for first, last in self._delivered)
+        return self._order.done.filled(draws)
 
     def sample_key(self, number: int, indices: list[Any], slot: int) -> tuple[int, ...]:
         """Return the key of a sample's random numbers, the same for any workers and batch size.
@@ -129,7 +131,7 @@ class MapProgress(Progress):
         number *= self._num_units
         if self._unit == "sample" and slot >= 0:
             number, slot = number + slot, 0
-        place = self._order.global_place(self._done.missing_at(number)) + self._offset
+        place = self._order.global_place(number) + self._offset
         # The index too: several ranks may be at the same place, each of an order of its own.
         return self.base_seed, self.epoch, place, slot, _number_of(index)
 
@@ -137,44 +139,29 @@ class MapProgress(Progress):
     def was_drawn(self) -> bool:
         return super().was_drawn and not self._order.epoch_was_changed()
 
-    def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+    def state_dict(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
         if self._order.epoch_was_changed():
-            changed = MapProgress(settings, None, epoch=self.epoch)
+            changed = MapProgress(self._settings, None, epoch=self.epoch)
             changed._base_seed, changed.has_begun = self._base_seed, self.has_begun
-            return changed.state_dict(settings, workers_persist=workers_persist)
-        first = self._order.first_place
+            return changed.state_dict(workers_persist=workers_persist)
+        dataset, first = self._settings.dataset, self._order.first_place
         dataset_state = self._dataset_state
-        if dataset_state is None and is_stateful(settings.dataset):
-            dataset_state = state_of(settings.dataset)
+        if dataset_state is None and is_stateful(dataset):
+            dataset_state = state_of(dataset)
+        done = ((start - first, stop - first) for start, stop in self._all_done())
         state = MapState(
-            length=_length_of(settings.dataset),
+            length=_length_of(dataset),
             unit=self._unit,
             offset=self._offset + first,
             sampler=self._order.state().as_dict(),
-            done=Ranges(
-                (max(start - first, 0), stop - first)
-                for start, stop in self._all_done()
-                if stop > first
-            ),
+            done=Ranges((max(start, 0), stop) for start, stop in done),
             dataset_state=dataset_state,
-            **self._seed_state(settings, workers_persist),
+            **self._seed_state(workers_persist=workers_persist),
         ).as_dict()
-        if is_stateful(settings.dataset):
+        if is_stateful(dataset):
             state.setdefault("dataset_state", None)
         return state
-
-    def following(self, settings: LoaderSettings, **seeds: int) -> MapProgress:
-        """Return the progress of the epoch after this one.
-
-        Args:
-            settings: the settings for that epoch.
-            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
-
-        """
-        progress = MapProgress(settings, None, **seeds)
-        progress._order = self._order.following(progress._order_seed)
-        return progress
 
 
 def key_for(key: tuple[int, ...], index: Any) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class Progress:
             epoch: how many epochs there were before with this base seed, or which one was chosen.
 
         """
-        self._is_seeded = settings.seed is not None
+        self._settings = settings
         self._base_seed = base_seed if saved is None else saved.base_seed
         if self._base_seed is None and settings.seed is not None:
             self._base_seed = _derived_seed(int(settings.seed), _WORKERS)
@@ -97,11 +97,10 @@ class Progress:
         """Whether the seeds of the epoch were drawn before it was saved."""
         return self._had_begun
 
-    def take_base_seed(self, drawn: int) -> int:
-        """Return the base seed: the one that torch has drawn, unless another is known."""
+    def take_base_seed(self, drawn: int) -> None:
+        """Use the base seed that torch has drawn, unless another is known."""
         if self._base_seed is None:
             self._base_seed = drawn
-        return self._base_seed
 
     @property
     def base_seed(self) -> int:
@@ -111,7 +110,7 @@ class Progress:
     @property
     def seed_of_workers(self) -> int:
         """What torch calls the base seed: a worker's own seed is that plus its number."""
-        if not self._is_seeded:
+        if self._settings.seed is None:
             return self.base_seed
         # With `seed=` the base seed is the same in every epoch, but the draws must not be.
         return _derived_seed(self.base_seed, self.epoch, _WORKERS)
@@ -119,18 +118,20 @@ class Progress:
     @property
     def _order_seed(self) -> int | None:
         """The seed of the order in a loader with `seed=`."""
-        return _derived_seed(self.base_seed, self.epoch, _ORDER) if self._is_seeded else None
+        if self._settings.seed is None:
+            return None
+        return _derived_seed(self.base_seed, self.epoch, _ORDER)
 
-    def _seed_state(self, settings: LoaderSettings, workers_persist: bool) -> dict[str, Any]:
+    def _seed_state(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the fields of a state that say what was drawn."""
         # Persistent workers keep the seeds that were drawn for them.
         has_begun = self._had_begun or self.has_begun or workers_persist
-        own = None if has_begun or settings.generator is None else settings.generator.get_state()
+        generator = self._settings.generator
         return {
             "has_begun": has_begun,
             "base_seed": self._base_seed,
             "epoch": self.epoch,
-            "generator": own,
+            "generator": None if has_begun or generator is None else generator.get_state(),
         }
 
 

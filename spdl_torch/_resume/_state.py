@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import copy
 import zlib
-from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Any, Final, Self, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Final, Self, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -29,6 +30,7 @@ FORMAT: Final = 1
 
 _KINDS: Final = {"iterable": "an IterableDataset", "map": "a map-style dataset"}
 _EXPECTED: Final[dict[Any, str]] = {int: "an int", str: "a str", dict: "a dict", list: "a list"}
+_PLAIN: Final = {bool, dict, int, NoneType, str}
 
 
 @dataclass
@@ -36,15 +38,21 @@ class State:
     """A part of a saved state. Its fields are the keys of the dict that the user saves.
 
     A field whose default is None is left out of the dict if it is None. All others must be there.
-    A tensor is the state of a generator, and encoded in the dict.
+    What is annotated as Any is the state of a user's object.
     """
+
+    types: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls.types = {key: kind for key, kind in get_type_hints(cls).items() if key != "types"}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict that shares nothing with the loader."""
+        cls = type(self)
         return {
-            field.name: copy.deepcopy(value) if field.type == "Any" else _plain(value)
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None or field.default is not None
+            name: copy.deepcopy(value) if cls.types[name] is Any else _encoded(value)
+            for name, value in vars(self).items()
+            if value is not None or getattr(cls, name, ...) is not None
         }
 
     @classmethod
@@ -60,13 +68,11 @@ class State:
             raise TypeError(
                 f"{name} must be a dict, as state_dict() returns it, got {values!r:.80}."
             )
-        types = get_type_hints(cls)
         checked = {}
-        for field in fields(cls):
-            key = field.name
+        for key, wanted in cls.types.items():
             if key in values:
-                checked[key] = _checked(values[key], types[key], f"{name}[{key!r}]")
-            elif field.default is not None:
+                checked[key] = _decoded(values[key], wanted, f"{name}[{key!r}]")
+            elif getattr(cls, key, ...) is not None:
                 raise _missing(key, name)
         return cls(**checked)
 
@@ -116,8 +122,10 @@ class Bookmark(State):
     iterator: Any = None
 
     @property
-    def has_state(self) -> bool:
-        return self.dataset is not None or self.iterator is not None
+    def must_be_read_again(self) -> bool:
+        """Whether it takes reading the samples again to get there."""
+        has_state = self.dataset is not None or self.iterator is not None
+        return not (has_state or self.has_ended or self.is_over)
 
 
 @dataclass(kw_only=True)
@@ -135,36 +143,29 @@ class IterableState(EpochState):
     workers: list[Bookmark]
 
 
-@dataclass
-class _Head(State):
-    spdl_torch: int
-    dataset: str
-
-
 def read(state: Any, dataset: Any, *, is_iterable: bool) -> MapState | IterableState:
     """Return the state that a user loads for a dataset, checked."""
-    if isinstance(state, dict) and "spdl_torch" not in state:
-        raise ValueError(
-            "state_dict was not made by spdl_torch.DataLoader: it has no 'spdl_torch', "
-            f"but {', '.join(repr(key) for key in list(state)[:5])}."
-        )
-    head = _Head.from_dict(state)
-    if head.spdl_torch != FORMAT:
-        raise ValueError(
-            f"state_dict has the format {head.spdl_torch}, but this version of "
-            f"spdl_torch reads {FORMAT}. Load it with the version that saved it."
-        )
-    kind = "iterable" if is_iterable else "map"
-    if head.dataset != kind:
-        raise ValueError(
-            f"state_dict is that of {_KINDS.get(head.dataset, head.dataset)}, but this DataLoader "
-            f"has {_KINDS[kind]}."
-        )
-    if is_iterable:
-        return IterableState.from_dict(state)
-    if is_stateful(dataset) and "dataset_state" not in state:
-        raise _missing("dataset_state")
-    return MapState.from_dict(state)
+    cls = IterableState if is_iterable else MapState
+    if isinstance(state, dict):
+        if "spdl_torch" not in state:
+            raise ValueError(
+                "state_dict was not made by spdl_torch.DataLoader: it has no 'spdl_torch', "
+                f"but {', '.join(repr(key) for key in list(state)[:5])}."
+            )
+        if state["spdl_torch"] != FORMAT:
+            raise ValueError(
+                f"state_dict has the format {state['spdl_torch']!r:.80}, but this version of "
+                f"spdl_torch reads {FORMAT}. Load it with the version that saved it."
+            )
+        kind = state.get("dataset", cls.dataset)
+        if kind != cls.dataset:
+            raise ValueError(
+                f"state_dict is that of {_KINDS.get(str(kind), kind)}, but this DataLoader has "
+                f"{_KINDS[cls.dataset]}."
+            )
+        if not is_iterable and is_stateful(dataset) and "dataset_state" not in state:
+            raise _missing("dataset_state")
+    return cls.from_dict(state)
 
 
 def _missing(key: str, name: str = "state_dict") -> ValueError:
@@ -174,46 +175,46 @@ def _missing(key: str, name: str = "state_dict") -> ValueError:
     )
 
 
-def _plain(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
+    """Return a value of a field as plain types. A tensor is the state of a generator."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, State):
         return value.as_dict()
     if isinstance(value, Ranges):
         return value.as_lists()
     if isinstance(value, torch.Tensor):
         return base64.b64encode(zlib.compress(value.numpy().tobytes())).decode()
-    if isinstance(value, list):
-        return [each.as_dict() for each in value]
-    return value
+    return [_encoded(part) for part in value]
 
 
-def _checked(value: Any, wanted: Any, name: str) -> Any:
-    if isinstance(wanted, UnionType) and value is not None:
+def _decoded(value: Any, wanted: Any, name: str) -> Any:
+    """Return the value of a field from plain types, or raise that it is not what is wanted."""
+    if isinstance(wanted, UnionType):
+        if value is None:
+            return None
         wanted, _ = get_args(wanted)  # The other is None.
-    if wanted is Any or isinstance(wanted, UnionType):
-        return copy.deepcopy(value)
-    if wanted is bool:
-        return bool(value)
-    if wanted in _READERS:
-        return _READERS[wanted](value, name)
-    if isinstance(wanted, type) and issubclass(wanted, State):
-        return wanted.from_dict(value, name)
+    if wanted in _DECODERS:
+        return _DECODERS[wanted](value, name)
     kind = get_origin(wanted) or wanted
+    if issubclass(kind, State):
+        return kind.from_dict(value, name)
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be {_EXPECTED[kind]}, got {value!r:.80}.")
     if kind is list:
         (each,) = get_args(wanted)
-        return [_checked(part, each, f"{name}[{place}]") for place, part in enumerate(value)]
+        return [_decoded(part, each, f"{name}[{place}]") for place, part in enumerate(value)]
     return value
 
 
-def _checked_ranges(value: Any, name: str) -> Ranges:
+def _decoded_ranges(value: Any, name: str) -> Ranges:
     try:
         return Ranges((int(start), int(stop)) for start, stop in value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be pairs of numbers, got {value!r:.80}.") from None
 
 
-def _checked_generator(value: Any, name: str) -> torch.Tensor:
+def _decoded_generator(value: Any, name: str) -> torch.Tensor:
     try:
         data = bytearray(zlib.decompress(base64.b64decode(value)))
         state = torch.frombuffer(data, dtype=torch.uint8)
@@ -223,7 +224,12 @@ def _checked_generator(value: Any, name: str) -> torch.Tensor:
     return state
 
 
-_READERS: Final = {Ranges: _checked_ranges, torch.Tensor: _checked_generator}
+_DECODERS: Final[dict[Any, Callable[[Any, str], Any]]] = {
+    Any: lambda value, _: copy.deepcopy(value),
+    bool: lambda value, _: bool(value),
+    Ranges: _decoded_ranges,
+    torch.Tensor: _decoded_generator,
+}
 
 
 def is_stateful(thing: Any) -> bool:

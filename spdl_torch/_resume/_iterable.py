@@ -51,7 +51,7 @@ class IterableProgress(Progress):
             self._shared_seed = saved.shared_seed
             if isinstance(settings.dataset, IterDataPipe) and saved.shared_seed is None:
                 # Persistent workers keep their seeds, but datapipes draw in every epoch.
-                self._had_begun = False
+                self.was_drawn = False
         self._final_bookmarks: dict[int, Bookmark | Reader] = {}
         """Those of workers that have come to the end of their dataset, delivered or not."""
         self.count = SampleCount()

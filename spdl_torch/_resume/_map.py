@@ -72,6 +72,11 @@ class MapProgress(Progress):
         """Begin where the epoch before has ended."""
         self._order.follow(before._order)
 
+    def begin(self, dataset: Any) -> None:
+        if self._order.epoch_was_changed():
+            self.was_drawn = False
+        super().begin(dataset)
+
     def __iter__(self) -> Iterator[Any]:
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
         # they have made the iterator.
@@ -118,13 +123,8 @@ class MapProgress(Progress):
     def sample_key(self, number: int, indices: list[Any], slot: int) -> tuple[int, ...]:
         """Return the key of a sample's random numbers, the same for any workers and batch size.
 
-        The index alone is not enough: a sampler may draw it twice in an epoch.
-
-        Args:
-            number: the number of the draw.
-            indices: what was drawn.
-            slot: the place of the sample in the draw; below 0, for all samples together.
-
+        The index alone is not enough: a sampler may draw it twice in an epoch. `number` is that of
+        the draw, and `slot` the place of the sample in it; below 0, for all samples together.
         """
         # For all samples together the first stands for the others; a draw may be empty.
         index = indices[max(slot, 0)] if indices else None
@@ -134,10 +134,6 @@ class MapProgress(Progress):
         place = self._order.global_place(number) + self._offset
         # The index too: several ranks may be at the same place, each of an order of its own.
         return self.base_seed, self.epoch, place, slot, _number_of(index)
-
-    @property
-    def was_drawn(self) -> bool:
-        return super().was_drawn and not self._order.epoch_was_changed()
 
     def state_dict(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the state to save. `workers_persist`: workers of the last epoch are kept."""

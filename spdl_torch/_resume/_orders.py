@@ -92,12 +92,9 @@ class Order:
 
 
 def order_of(sampler: Any, seed: int | None = None) -> Order:
-    """Return the order of a sampler's next epoch.
+    """Return the order of the next epoch of any sampler, or batch sampler.
 
-    Args:
-        sampler: any sampler or batch sampler.
-        seed: draw the order from this, where it would be drawn from torch's generator.
-
+    With a seed the order is drawn from that, where it would be drawn from torch's generator.
     """
     # By exact type, or method: a subclass may do anything.
     if isinstance(sampler, GlobalSampler) and type(sampler).__iter__ is GlobalSampler.__iter__:

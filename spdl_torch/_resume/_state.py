@@ -59,10 +59,7 @@ class State:
     def from_dict(cls, values: Any, name: str = "state_dict") -> Self:
         """Return the state that a dict describes, or raise what is wrong with the dict.
 
-        Args:
-            values: anything that a user may have loaded. The state shares nothing with it.
-            name: where it was found, for error messages.
-
+        The dict is anything that a user may have loaded, and the state shares nothing with it.
         """
         if not isinstance(values, dict):
             raise TypeError(

@@ -61,7 +61,7 @@ class CallerSource:
             self._make = self._open_iterable(settings, progress, epoch.dataset, collate)
         else:
             assert isinstance(progress, MapProgress)
-            progress.restore_dataset(epoch.dataset, has_begun=True)
+            progress.restore_dataset(epoch.dataset)
             self._make = self._open_map(settings, progress, epoch.dataset, collate)
 
     def _open_map(

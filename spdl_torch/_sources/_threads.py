@@ -89,7 +89,7 @@ class ThreadSource:
         self._dataset = self._epoch.dataset
         self._timeout_seconds = settings.timeout or None
         # Before the dataset is copied for the workers.
-        progress.restore_dataset(self._dataset, has_begun=True)
+        progress.restore_dataset(self._dataset)
         self._worker_setup = WorkerSetup(
             settings,
             progress,

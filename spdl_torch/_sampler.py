@@ -211,10 +211,10 @@ class DistributedRandomSampler(GlobalSampler):
         size = self.num_indices
         if self.num_draws <= size:
             return permutation(size, key_of(self.seed, epoch))
-
-        @lru_cache(maxsize=1)  # Positions are ascending, except those that pad a tail.
-        def order_of_round(number: int) -> Callable[[Positions], Positions]:
-            return permutation(size, key_of(self.seed, epoch, number))
+        # One is enough to keep: positions are ascending, except those that pad a tail.
+        order_of_round = lru_cache(maxsize=1)(
+            lambda number: permutation(size, key_of(self.seed, epoch, number))
+        )
 
         def index_at(positions: Positions) -> Positions:
             rounds, places = np.divmod(positions, size)

@@ -211,13 +211,15 @@ class SeededByWorker(Indices):
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1])
-def test_own_generator_is_restored_between_epochs(num_epochs):
-    """A state saved before an epoch has drawn has the state of the loader's own generator."""
+@pytest.mark.parametrize("num_batches", [None, 0, 2], ids=["between epochs", "begun", "middle"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_own_generator_is_restored(num_epochs, num_batches, shuffle):
+    """A state has the loader's own generator, so that the later epochs are the same too."""
 
     def loader(seed):
         return DataLoader(
             SeededByWorker(),
-            shuffle=True,
+            shuffle=shuffle,
             num_workers=2,
             generator=generator(seed),
             collate_fn=list,
@@ -226,8 +228,12 @@ def test_own_generator_is_restored_between_epochs(num_epochs):
     with loader(3) as uninterrupted:
         for _ in range(num_epochs):
             batches(uninterrupted)
+        rest = uninterrupted
+        if num_batches is not None:
+            rest = iter(uninterrupted)
+            take(rest, num_batches)
         state = saved(uninterrupted)
-        expected = [batches(uninterrupted), batches(uninterrupted)]
+        expected = [batches(rest), batches(uninterrupted)]
     with loader(4) as resumed:
         resumed.load_state_dict(state)
         assert [batches(resumed), batches(resumed)] == expected

@@ -251,7 +251,7 @@ def test_an_incomplete_state_is_refused_and_what_it_lacks_is_named(name):
         del part_of(truncated, path[:-1])[path[-1]]
         if repr(path[-1]) not in refusal(make(), truncated):
             unnoticed.append(path)
-    assert unnoticed == []
+    assert unnoticed in ([], [("generator",)])  # That of the loader: older states have none.
 
 
 @pytest.mark.parametrize("name", DAMAGEABLE)

@@ -119,7 +119,7 @@ class Progress:
             "has_begun": has_begun,
             "base_seed": self._base_seed,
             "epoch": self.epoch,
-            "generator": None if has_begun or generator is None else generator.get_state(),
+            "generator": None if generator is None else generator.get_state(),
         }
 
 

@@ -86,7 +86,7 @@ class EpochState(State):
     base_seed: int | None
     epoch: int
     generator: torch.Tensor | None = None
-    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
+    """The state of the loader's `generator=`, for the draws that are still to come."""
 
 
 @dataclass(kw_only=True)

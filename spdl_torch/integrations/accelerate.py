@@ -23,6 +23,7 @@ from accelerate.data_loader import (
 from torch.utils.data import IterableDataset
 
 from .._dataloader import DataLoader
+from .._resume import sampler_layers
 
 __all__ = ["prepare", "put_beneath", "skip_first_batches"]
 
@@ -185,8 +186,8 @@ class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
     def _update_state_dict(self) -> None:
         self._has_begun = True
         self._iteration_of_state = self.iteration + self.end_of_dataloader
-        # A state at the end of an epoch fixes the RNG draws of the next one. So it is taken only
-        # when it is saved: the user may seed the RNGs before the next epoch.
+        # A state at the end of an epoch has the loader's own generator. So it is taken only when it
+        # is saved: the user may seed the RNGs before the next epoch.
         self._state = None if self.end_of_dataloader else self.base_dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,7 +271,7 @@ def _check(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
 
 
 def _check_not_distributed(sampler: Any) -> None:
-    for layer in _layers(sampler):
+    for layer in sampler_layers(sampler):
         num_parts: int = getattr(layer, "num_replicas", getattr(layer, "num_processes", 1))
         if num_parts > 1:
             raise ValueError(
@@ -280,16 +281,6 @@ def _check_not_distributed(sampler: Any) -> None:
                 "yields all indices on all processes, and let accelerate divide them. Or do not "
                 "prepare the loader, and pass device=accelerator.device to it."
             )
-
-
-def _layers(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler and those that it wraps, as a batch sampler does."""
-    for _ in range(4):
-        if sampler is None:
-            return
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 
 def _is_iterable(loader: Any) -> bool:

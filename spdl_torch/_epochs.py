@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from ._engine import EpochClock
 from ._resume import IterableProgress, MapProgress, Progress, read, set_sampler_epoch
 from ._settings import LoaderSettings
 
 __all__ = ["Epochs"]
-
-_Progress: TypeAlias = MapProgress | IterableProgress
 
 
 class Epochs:
@@ -24,9 +22,9 @@ class Epochs:
     def __init__(self, kind: Literal["thread", "multiprocessing", "caller"]) -> None:
         self.clock = EpochClock(kind)
         """The clocks of the last epoch."""
-        self.current: _Progress | None = None
+        self.current: Progress | None = None
         """The progress of the last iterator that was made."""
-        self._loaded: _Progress | None = None
+        self._loaded: Progress | None = None
         """The progress of the next iterator, if a state was loaded."""
         self._chosen: int | None = None
         """The epoch that `set_epoch` chose, until an iterator has taken it."""
@@ -38,7 +36,7 @@ class Epochs:
         self.current.begin(settings.dataset)
         return self.current
 
-    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> _Progress:
+    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> Progress:
         """Return the progress of an epoch for which no state was loaded."""
         before, seeds = self.current, {}
         if settings.seed is not None:
@@ -106,6 +104,6 @@ class Epochs:
         self.__dict__.update(state | {"clock": EpochClock(state["clock"])})
 
 
-def _progress_of(settings: LoaderSettings, saved: Any, **seeds: int) -> _Progress:
+def _progress_of(settings: LoaderSettings, saved: Any, **seeds: int) -> Progress:
     kind = IterableProgress if settings.is_iterable else MapProgress
     return kind(settings, saved, **seeds)

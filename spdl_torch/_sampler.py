@@ -64,14 +64,12 @@ class GlobalSampler(DistributedSampler[Any]):
             raise ValueError(f"seed must be below 2**64, got {seed}.")
         self.tail: Tail = tail
         self.num_indices = num_indices
-        self.num_draws = num_indices
-        if num_draws is not None:
-            self.num_draws = _checked_count("num_draws", num_draws)
+        self.num_draws = (
+            num_indices if num_draws is None else _checked_count("num_draws", num_draws)
+        )
         self._epoch_has_begun = False
         self.num_samples = self._num_samples_of(self.num_draws)
-        self.total_size = self.num_draws
-        if tail != "keep":
-            self.total_size = self.num_samples * world_size
+        self.total_size = self.num_draws if tail == "keep" else self.num_samples * world_size
         if self.total_size == 0:
             raise ValueError(
                 f'tail="drop" leaves nothing of {self.num_draws} indices on {world_size} ranks. '

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterDataPipe
 
 from .._settings import LoaderSettings
-from ._progress import Progress, warn_caller
+from ._progress import EpochProgress, warn_caller
 from ._state import Bookmark, IterableState, is_stateful, state_of
 
 __all__ = ["IterableProgress", "Reader", "SampleCount"]
@@ -29,7 +29,7 @@ class SampleCount:
     since. It may have gone back to the beginning by itself, or do so when it is asked."""
 
 
-class IterableProgress(Progress):
+class IterableProgress(EpochProgress):
     """Where each worker is in its dataset, as far as its batches have been delivered."""
 
     def __init__(self, settings: LoaderSettings, saved: IterableState | None, **seeds: int) -> None:
@@ -104,6 +104,7 @@ class IterableProgress(Progress):
         return self._num_batches
 
     def deliver(self, position: Any) -> None:
+        """Count a batch as delivered to the training loop, or its error."""
         self._num_batches += 1
         if isinstance(position, tuple):
             worker_id, bookmark = position
@@ -185,7 +186,10 @@ class Reader:
         elif saved.iterator is not None and (is_own_iterator or not saved.has_ended):
             self._iterator.load_state_dict(saved.iterator)
         elif saved.must_be_read_again:
-            self._skip(saved.num_samples)
+            for _ in range(saved.num_samples):
+                # What could not be read has been reported, and an ended dataset stays at its end.
+                with contextlib.suppress(Exception):
+                    self._next()
         count.number = saved.num_samples
         self._had_ended = self._has_ended = saved.has_ended
         self.is_stateful = is_stateful(dataset) or is_stateful(self._iterator)
@@ -246,12 +250,6 @@ class Reader:
         except StopIteration:
             self._count.number -= 1
             raise
-
-    def _skip(self, num_samples: int) -> None:
-        for _ in range(num_samples):
-            # What could not be read has been reported, and an ended dataset stays at its end.
-            with contextlib.suppress(Exception):
-                self._next()
 
 
 def _state_at_first(dataset: Any) -> Any:

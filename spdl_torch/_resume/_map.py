@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from .._ranges import Ranges
 from .._settings import LoaderSettings
 from ._orders import order_of
-from ._progress import Progress, warn_caller
+from ._progress import EpochProgress, warn_caller
 from ._state import MapState, is_stateful, state_of
 
 __all__ = ["LOAD", "PREPROCESS", "MapProgress", "key_for"]
@@ -23,7 +23,7 @@ PREPROCESS: Final = 0
 """Ends the keys of the preprocess stage, so that it draws other numbers than the load stage."""
 
 
-class MapProgress(Progress):
+class MapProgress(EpochProgress):
     """The indices of an epoch, drawn one batch after the other, and which were delivered."""
 
     def __init__(self, settings: LoaderSettings, saved: MapState | None, **seeds: int) -> None:
@@ -78,6 +78,7 @@ class MapProgress(Progress):
         super().begin(dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the indices of each batch."""
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
         # they have made the iterator.
         self.has_drawn = True
@@ -106,6 +107,7 @@ class MapProgress(Progress):
         self._offset = 0
 
     def deliver(self, position: Any) -> None:
+        """Count a batch as delivered to the training loop, or its error."""
         self._delivered.add(position, position + 1)
         if self._order.has_marks:
             self._order.drop_marks_before(self._all_done().first_missing)

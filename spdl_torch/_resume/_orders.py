@@ -259,7 +259,11 @@ class _ReplayedOrder(Order):
         self._epoch: int | None = None
         self._generator_before: torch.Tensor | None = None
         """The state of its generator before the first index, if it draws from it."""
-        if seed is not None and _draws_from_torch(sampler):
+        has_order = any(
+            isinstance(x, DistributedSampler | Sequence) for x in sampler_layers(sampler)
+        )
+        may_draw_from_torch = not has_order and _generator_of(sampler) is torch.default_generator
+        if seed is not None and may_draw_from_torch:
             self._generator_before = torch.Generator().manual_seed(seed).get_state()
         self._marks: deque[tuple[int, _Mark]] = deque()
         """All that a checkpoint may have to go back to, each with the number of indices that were
@@ -422,12 +426,6 @@ def _generator_of(sampler: Any) -> torch.Generator:
     return torch.default_generator
 
 
-def _draws_from_torch(sampler: Any) -> bool:
-    """Return whether a sampler may draw from torch's default generator."""
-    has_order = any(isinstance(x, DistributedSampler | Sequence) for x in sampler_layers(sampler))
-    return not has_order and _generator_of(sampler) is torch.default_generator
-
-
 @contextlib.contextmanager
 def _generator_at(generator: torch.Generator, state: torch.Tensor | None) -> Iterator[None]:
     """Draw from a state. torch's default generator, which the loop uses too, is put back."""
@@ -444,11 +442,11 @@ def _generator_at(generator: torch.Generator, state: torch.Tensor | None) -> Ite
 
 def left_of(indices: Iterator[Any], done: Ranges) -> Iterator[Any]:
     """Return all indices but those at the places that are done."""
-    return _skipping(indices, done) if done else indices
-
-
-def _skipping(indices: Iterator[Any], done: Ranges) -> Iterator[Any]:
-    place = 0
-    for start, stop in done.gaps(sys.maxsize):
-        yield from islice(indices, start - place, stop - place)
-        place = stop
+    if not done:
+        return indices
+    gaps = list(done.gaps(sys.maxsize))
+    ends = [0, *(stop for _, stop in gaps)]  # How many indices were taken before each gap.
+    return chain.from_iterable(
+        islice(indices, start - end, stop - end)
+        for (start, stop), end in zip(gaps, ends, strict=False)
+    )

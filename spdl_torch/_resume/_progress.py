@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any, Final
 
 from .._permutation import key_of
 from .._settings import LoaderSettings
 from ._state import EpochState
 
-__all__ = ["Progress", "warn_caller"]
+__all__ = ["EpochProgress", "warn_caller"]
 
 _WORKERS: Final = 1  # Keeps the seeds of workers apart from those of orders.
 _ORDER: Final = 2
 
 
-class Progress:
+class EpochProgress:
     """What was delivered of one epoch.
 
     It is shared by a loader, which saves it, and the iterator of the epoch. It must not refer to
@@ -53,14 +52,6 @@ class Progress:
         """The first indices of the epoch have been drawn."""
         self.is_over = False
         """The iterator has raised StopIteration."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return what is drawn for each batch."""
-        raise NotImplementedError
-
-    def deliver(self, position: Any) -> None:
-        """Count a batch as delivered to the training loop, or its error."""
-        raise NotImplementedError
 
     def choose_epoch(self, epoch: int) -> None:
         """Become another epoch of a loader with `seed=`, if nothing has been drawn yet."""
@@ -106,9 +97,8 @@ class Progress:
     @property
     def _order_seed(self) -> int | None:
         """The seed of the order in a loader with `seed=`."""
-        if self._settings.seed is None:
-            return None
-        return _derived_seed(self.base_seed, self.epoch, _ORDER)
+        is_seeded = self._settings.seed is not None
+        return _derived_seed(self.base_seed, self.epoch, _ORDER) if is_seeded else None
 
     def _seed_state(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the fields of a state that say what was drawn."""

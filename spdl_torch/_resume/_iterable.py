@@ -89,19 +89,27 @@ class IterableProgress(EpochProgress):
             self._bookmarks[0] = reader
         return reader
 
-    def warn_of_skipping(self) -> None:
-        """Warn how many samples are read again and thrown away, if datasets have no state."""
-        if self._is_restored:
-            bookmarks = [x for x in self._bookmarks.values() if isinstance(x, Bookmark)]
-            again = sum(x.num_samples for x in bookmarks if x.must_be_read_again)
-            _warn_of_skipping(again, "samples")
-
     def num_to_read_again(self) -> int:
-        """Return how many batches worker processes, which have no bookmarks, have to repeat."""
+        """Return how many samples without a state are read again and thrown away, with a warning.
+
+        Worker processes have no bookmarks: for them it is the number of batches.
+        """
         if not self._is_restored:
             return 0
-        _warn_of_skipping(self._num_batches, "batches")
-        return self._num_batches
+        number, things = self._num_batches, "batches"
+        if not self._settings.uses_processes:
+            bookmarks = self._all_bookmarks().values()
+            number, things = (
+                sum(x.num_samples for x in bookmarks if x.must_be_read_again),
+                "samples",
+            )
+        if number:
+            warn_caller(
+                f"{number} {things} of the IterableDataset are read again and thrown away to get "
+                "to where the state was saved. With state_dict() and load_state_dict() on the "
+                "dataset or its iterator, and worker threads, it would go there at once."
+            )
+        return number
 
     def deliver(self, position: Any) -> None:
         """Count a batch as delivered to the training loop, or its error."""
@@ -287,13 +295,4 @@ def _check_workers(settings: LoaderSettings, saved: IterableState) -> None:
 
 
 def _worker_method(settings: LoaderSettings) -> str:
-    return settings.worker_method if settings.num_workers > 0 else "thread"
-
-
-def _warn_of_skipping(number: int, things: str) -> None:
-    if number:
-        warn_caller(
-            f"{number} {things} of the IterableDataset are read again and thrown away to get to "
-            "where the state was saved. With state_dict() and load_state_dict() on the dataset or "
-            "its iterator, and worker threads, it would go there at once."
-        )
+    return "multiprocessing" if settings.uses_processes else "thread"

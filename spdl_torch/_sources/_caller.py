@@ -87,7 +87,7 @@ class CallerSource:
     def _open_iterable(
         self, settings: LoaderSettings, progress: IterableProgress, dataset: Any, collate: Any
     ) -> Callable[[Any], Delivery]:
-        progress.warn_of_skipping()
+        progress.num_to_read_again()  # With a warning, if there are any.
         count = progress.count
         if settings.is_seeded:
             key = partial(progress.sample_key, 0)

@@ -101,7 +101,7 @@ class ThreadSource:
             pin_device=self._epoch.pin_device,
         )
         if isinstance(progress, IterableProgress):
-            progress.warn_of_skipping()
+            progress.num_to_read_again()  # With a warning, if there are any.
         self._pipeline = _make_pipeline(settings, self._worker_setup)
         self._epoch.draw_again(settings)
 

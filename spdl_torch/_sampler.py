@@ -131,9 +131,9 @@ class GlobalSampler(DistributedSampler[Any]):
         # The share of a rank goes beyond the end, and wraps around, only if the tail is padded.
         return start.missing_at(offsets % (self.num_draws - start.count()))
 
-    def _order(self, epoch: int) -> Callable[[Positions], Positions]:
+    def _order(self, epoch: int) -> Callable[[Positions], Positions]:  # noqa: ARG002 (not random)
         """Return a function from positions in an epoch's order to indices."""
-        raise NotImplementedError
+        return lambda positions: positions
 
     def _num_samples_of(self, num_positions: int) -> int:
         """Return how many of so many positions this rank takes."""
@@ -278,12 +278,6 @@ class DistributedDeterministicSampler(GlobalSampler):
             _checked_tail(tail, drop_last, default="pad"),
             shuffle=False,
         )
-
-    def _order(
-        self,
-        epoch: int,  # noqa: ARG002 (all epochs are the same)
-    ) -> Callable[[Positions], Positions]:
-        return lambda positions: positions
 
 
 # -- checks of the arguments -----------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Self, get_args, get_origin, get_type_hints
@@ -29,7 +28,14 @@ FORMAT: Final = 1
 """The format of a state. Raise it only if an older version would misread a newer state."""
 
 _KINDS: Final = {"iterable": "an IterableDataset", "map": "a map-style dataset"}
-_EXPECTED: Final[dict[Any, str]] = {int: "an int", str: "a str", dict: "a dict", list: "a list"}
+_EXPECTED: Final[dict[type, str]] = {
+    int: "an int",
+    str: "a str",
+    dict: "a dict",
+    list: "a list",
+    Ranges: "pairs of numbers",
+    torch.Tensor: "the state of a generator, as state_dict() returns it",
+}
 _PLAIN: Final = {bool, dict, int, NoneType, str}
 
 
@@ -187,46 +193,35 @@ def _encoded(value: Any) -> Any:
 
 def _decoded(value: Any, wanted: Any, name: str) -> Any:
     """Return the value of a field from plain types, or raise that it is not what is wanted."""
-    if isinstance(wanted, UnionType):
-        if value is None:
-            return None
+    is_optional = isinstance(wanted, UnionType)
+    if wanted is Any or (is_optional and value is None):
+        return copy.deepcopy(value)
+    if is_optional:
         wanted, _ = get_args(wanted)  # The other is None.
-    if wanted in _DECODERS:
-        return _DECODERS[wanted](value, name)
     kind = get_origin(wanted) or wanted
     if issubclass(kind, State):
         return kind.from_dict(value, name)
-    if not isinstance(value, kind):
+    try:
+        if kind is Ranges:
+            return Ranges((int(start), int(stop)) for start, stop in value)
+        if kind is torch.Tensor:
+            return _generator_state(value)
+        is_right = kind is bool or isinstance(value, kind)
+    except (TypeError, ValueError, RuntimeError, zlib.error):
+        is_right = False
+    if not is_right:
         raise ValueError(f"{name} must be {_EXPECTED[kind]}, got {value!r:.80}.")
     if kind is list:
         (each,) = get_args(wanted)
         return [_decoded(part, each, f"{name}[{place}]") for place, part in enumerate(value)]
-    return value
+    return bool(value) if kind is bool else value
 
 
-def _decoded_ranges(value: Any, name: str) -> Ranges:
-    try:
-        return Ranges((int(start), int(stop)) for start, stop in value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be pairs of numbers, got {value!r:.80}.") from None
-
-
-def _decoded_generator(value: Any, name: str) -> torch.Tensor:
-    try:
-        data = bytearray(zlib.decompress(base64.b64decode(value)))
-        state = torch.frombuffer(data, dtype=torch.uint8)
-        torch.Generator().set_state(state)
-    except (TypeError, ValueError, RuntimeError, zlib.error):
-        raise ValueError(f"{name} must be the state of a generator, but is damaged.") from None
+def _generator_state(value: Any) -> torch.Tensor:
+    data = bytearray(zlib.decompress(base64.b64decode(value)))
+    state = torch.frombuffer(data, dtype=torch.uint8)
+    torch.Generator().set_state(state)  # Raises if it is damaged.
     return state
-
-
-_DECODERS: Final[dict[Any, Callable[[Any, str], Any]]] = {
-    Any: lambda value, _: copy.deepcopy(value),
-    bool: lambda value, _: bool(value),
-    Ranges: _decoded_ranges,
-    torch.Tensor: _decoded_generator,
-}
 
 
 def is_stateful(thing: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The face: torch's `DataLoader`, its arguments and a few more."""
+"""`DataLoader`: torch's arguments and ours; every method delegates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._event_loops import EventLoop
 from ._iterator import EpochIterator, LiveIterators
 from ._profiling import Profile, make_profile
 from ._settings import LoaderSettings, advice_on, check_arguments
-from ._stats import LoaderStats, stats_of
+from ._stats import LoaderStats, num_cores, stats_of
 
 __all__ = ["DataLoader"]
 
@@ -35,33 +35,48 @@ class DataLoader(
 ):
     """torch's `DataLoader` with its workers as staged threads in one process.
 
-    Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default, and
-    these, by keyword:
+    Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default. For
+    worker threads, `num_workers` is the number of threads that preprocess and collate (those that
+    load come on top), `prefetch_factor` is the number of batches in flight per worker, a `timeout`
+    error names the samples in flight, `worker_init_fn` runs in each thread with the process-wide
+    generators protected, and `persistent_workers` keeps the threads between epochs.
 
-    Args:
+    Args beyond torch's, all by keyword:
         worker_method: ``"thread"``, or ``"multiprocessing"`` for torch's own worker processes.
-        num_io_workers: how many samples the load stage works on at a time, where the dataset has
-            one (`StagedDataset`). Default: twice `num_workers`, at least 8.
+        num_io_workers: how many samples the load stage works on at a time, if the dataset has one
+            (`StagedDataset`). Default: twice `num_workers`, at least 8.
         num_cpu_workers: how many threads preprocess and collate. Default: `num_workers`.
         buffer_size: how many batches may be in flight. Default: ``prefetch_factor * num_workers``
-            as in torch, or more where the load stage needs it to have its workers busy.
+            as in torch, or more if the load stage needs it to keep its workers busy.
         preprocess_executor: a `concurrent.futures.Executor` that preprocesses the samples, for
             code that holds the GIL. It stays yours: the loader does not shut it down.
-        copy_dataset: give every worker thread its own copy of a map-style dataset, made by
-            pickling, for datasets that are not thread-safe. Iterable datasets are always copied.
+        copy_dataset: make a copy of a map-style dataset for every worker thread, by pickling, for
+            datasets that are not thread-safe. Iterable datasets are always copied.
         seed: fixes the order and what every sample draws through torch or `sample_rng`, whatever
-            the number and kind of workers. Each epoch draws anew, and `set_epoch` chooses one.
+            the number and kind of workers. Each epoch draws other numbers; `set_epoch` chooses one.
             Default: torch's generator decides, as in torch.
         on_error: what to do about a sample that cannot be made: ``"raise"`` its exception, or
             `ReplaceBadSamples`, `RetryLoad`, or one of each in a list. For map-style datasets.
         device: batches arrive on this device, copied in the background; ``"cuda"`` is the current
             device of the thread that makes the loader. Nothing is copied for ``"cpu"``.
-        snapshot_every_n_steps: has no effect, and is here for those who come from torchdata's
-            `StatefulDataLoader`: `state_dict` is exact after every batch.
+        snapshot_every_n_steps: has no effect. It is accepted because torchdata's
+            `StatefulDataLoader` has it; `state_dict` is exact after every batch.
         stats_interval: log a line about the running epoch every so many seconds, to the logger
             ``"spdl_torch"`` at level INFO. Default: never.
 
+    Examples:
+        >>> import torch, spdl_torch
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(10))
+        >>> loader = spdl_torch.DataLoader(dataset, batch_size=4, num_workers=2)
+        >>> for (batch,) in loader:
+        ...     print(batch.tolist())
+        [0, 1, 2, 3]
+        [4, 5, 6, 7]
+        [8, 9]
+
     """
+
+    __module__ = "spdl_torch"
 
     def __init__(
         self,
@@ -167,10 +182,10 @@ class DataLoader(
         return super().__len__()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the last iterator has come, for `load_state_dict` of this or another loader.
+        """Return how far the last iterator has come, to resume from a checkpoint.
 
-        Exact after every batch: what workers have loaded ahead does not count. At the end of an
-        epoch, and before the first one, it is the state of the epoch to come.
+        It is exact after every batch: batches that workers have prefetched do not count. At the
+        end of an epoch, and before the first one, it is the state of the epoch to come.
         """
         if self.worker_method == "multiprocessing" and self.num_workers > 0 and not self.in_order:
             raise RuntimeError(
@@ -185,13 +200,13 @@ class DataLoader(
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iterator go on where the state was saved.
+        """Let the next iterator resume where the state was saved.
 
-        The number of workers may be another, and the batch size; with `DistributedRandomSampler`,
-        the number of ranks too.
+        The number of workers and the batch size may differ from the saved ones; with
+        `DistributedRandomSampler`, the number of ranks too.
 
         Args:
-            state_dict: what `state_dict` gave. An empty dict changes nothing.
+            state_dict: what `state_dict` returned. An empty dict changes nothing.
 
         """
         if state_dict == {}:
@@ -203,7 +218,7 @@ class DataLoader(
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
-        """What `ReplaceBadSamples` has replaced, each sample once."""
+        """The samples that `ReplaceBadSamples` has replaced, each once."""
         return self._bad_sample_policy.bad_samples
 
     @property
@@ -212,7 +227,7 @@ class DataLoader(
         return self._bad_sample_policy.num_retries
 
     def stats(self) -> LoaderStats:
-        """What was measured in the last epoch, or so far in the one that runs. Any thread may ask.
+        """Return what was measured in the running epoch, or in the last one. Thread-safe.
 
         `print(loader.stats().verdict)` says what bounds the loop and what to change.
         """
@@ -225,24 +240,24 @@ class DataLoader(
         step: Callable[[Any], Any] | None = None,
         sweep: bool = True,
     ) -> Profile:
-        """Run some batches, and each stage by itself, and say where the time goes.
+        """Run some batches, and each stage by itself, and return where the time goes.
 
-        A loader like this one does it: this one, its sampler and the process-wide generators are
-        left where they are. (A `step` is really done, twice for each batch: a model is trained.)
-        It takes a few seconds more than the batches.
+        A copy of this loader does it, so this one, its sampler and the process-wide generators do
+        not change. (A `step` is really done, twice for each batch: a model is trained.) It takes a
+        few seconds more than the batches.
 
         Args:
             num_batches: how many batches, at most an epoch's.
-            step: what the training loop does with a batch. With it the profile says what bounds the
-                loop, and how fast it would be if loading took no time; without, what bounds the
-                loader.
+            step: what the training loop does with a batch. With it, the profile tells the
+                bottleneck of the loop and how fast it would be if loading took no time; without
+                it, the bottleneck of the loader.
             sweep: measure each stage by itself with 1, 2, 4, … workers, if they are threads.
 
         """
         return make_profile(self, DataLoader, num_batches, step, sweep=sweep)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the sampler, if it has epochs, and what a `seed` makes of it.
+        """Choose the epoch of the sampler, if it has epochs, and of what a `seed` determines.
 
         Args:
             epoch: number of the epoch.
@@ -251,16 +266,16 @@ class DataLoader(
         self._epochs.set_epoch(LoaderSettings.of(self), epoch)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn about more workers than can be of use."""
+        """Warn about more workers than the cores can use."""
         if self.worker_method == "multiprocessing":
             super().check_worker_number_rationality()
             return
         # Threads that wait for I/O are cheap, so there may be far more of them than cores.
-        num_cores = torch._utils.cpu_count() or 1
-        most = max(64, 16 * num_cores)
+        cores = num_cores()
+        most = max(64, 16 * cores)
         if self.num_workers > most:
             warnings.warn(
-                f"This DataLoader will create {self.num_workers} worker threads on {num_cores} "
+                f"This DataLoader will create {self.num_workers} worker threads on {cores} "
                 "cores. Please be aware that excessive worker creation might get DataLoader "
                 "running slow or even freeze, lower the worker number to avoid potential "
                 f"slowness/freeze if necessary. Up to {most} can be of use for samples that wait "

@@ -31,7 +31,7 @@ from ._executor_stage import ExecutorStage
 from ._in_flight import InFlight
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
-from ._stage import OnSampleError, SampleStage, ThreadStage, WorkerCursor
+from ._stage import OnSampleError, Stage, ThreadStage, WorkerCursor
 from ._transfer_stage import TransferStage
 from ._window import NUM_EARLIER, NotInTime, Window
 
@@ -47,8 +47,8 @@ __all__ = [
     "PendingBatch",
     "Pipeline",
     "Recorder",
-    "SampleStage",
     "Span",
+    "Stage",
     "StageStats",
     "ThreadStage",
     "TransferStage",

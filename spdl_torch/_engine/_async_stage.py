@@ -11,10 +11,10 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from ._batch import Epoch, PendingBatch, check_count, note_origin, without_our_frame
-from ._clock import StageClock, TaskClock
+from ._clock import TaskClock
 from ._in_flight import InFlight, awaited_lines
-from ._stage import CollateStage, OnSampleError, SampleStage, WorkerCursor
-from ._threads import new_thread
+from ._stage import OnSampleError, Stage, WorkerCursor
+from ._threads import WorkerGroup, new_thread
 
 __all__ = ["AsyncStage"]
 
@@ -36,7 +36,7 @@ class EventLoops(Protocol):
     def give_back(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
 
-class AsyncStage:
+class AsyncStage(Stage):
     """A first stage that runs its operation on one event loop, `width` calls in flight."""
 
     def __init__(
@@ -48,8 +48,8 @@ class AsyncStage:
         event_loops: EventLoops,
         *,
         takes_whole_batch: bool,
-        next_stage: SampleStage | None,
-        collate_stage: CollateStage,
+        next_stage: Stage | None,
+        collate_stage: Stage,
         on_sample_error: OnSampleError | None = None,
     ) -> None:
         self._name = name
@@ -62,8 +62,7 @@ class AsyncStage:
         self._task_context: TaskContext | None = None
         self._current: dict[asyncio.Task[Any], tuple[PendingBatch, int | None, float]] = {}
         """What each task is working on, and since when."""
-        self._clock = TaskClock(name, width)
-        self.clock: StageClock = self._clock
+        self.clock = self._clock = TaskClock(name, width)
         self._thread = _LoopThread(name, worker_id, width, self, event_loops)
         self.groups = [self._thread]
 
@@ -78,15 +77,9 @@ class AsyncStage:
     def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
         self._thread.put(batch, slots)
 
-    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
-        """Do nothing: `put` wakes the event loop."""
-
     def wake_idle(self, *, only_if_starved: bool) -> None:
         if self._next_stage is not None:
             self._next_stage.wake_idle(only_if_starved=only_if_starved)
-
-    def has_idle_worker(self) -> bool:
-        return True
 
     def set_up_worker(self, worker_id: int) -> AbstractContextManager[Any]:
         self._operation, self._task_context, thread_context = self._set_up(worker_id)
@@ -147,7 +140,7 @@ class AsyncStage:
         return num_made
 
 
-class _LoopThread:
+class _LoopThread(WorkerGroup):
     """The thread that runs the event loop; like `Workers`, it refers to its stage only weakly."""
 
     def __init__(
@@ -177,9 +170,6 @@ class _LoopThread:
     def wait_until_set_up(self) -> None:
         if (error := self._reports.get()) is not None:
             raise error
-
-    def abandon(self) -> None:
-        pass  # Calls in flight end and are thrown away; waiting slots are skipped.
 
     def request_stop(self) -> None:
         # Flag first, task second; _main does it the other way round, so one of them sees the other.

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ._batch import PendingBatch, note_origin, without_our_frame
-from ._clock import FutureClock, StageClock
+from ._clock import FutureClock
 from ._in_flight import InFlight
-from ._stage import CollateStage, OnSampleError, Operation, Pace, WorkerCursor
-from ._threads import new_thread
+from ._stage import OnSampleError, Operation, Pace, Stage, WorkerCursor
+from ._threads import WorkerGroup, new_thread
 
 __all__ = ["ExecutorStage"]
 
@@ -88,23 +87,13 @@ class _InAnotherProcess(Exception):  # noqa: N818 (never raised)
     """Where in another process's code an exception came from."""
 
 
-class _Futures(set[Future[Any]]):
+class _Futures(set[Future[Any]], WorkerGroup):
     """The tasks that an executor has. Its workers are not ours; only this is ours to end."""
 
     def __init__(self) -> None:
         super().__init__()
         self._process_id = os.getpid()
-        self._helpers: list[threading.Thread] = []
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        return self._helpers
-
-    def start(self, seconds_apart: float) -> None:
-        pass
-
-    def wait_until_set_up(self) -> None:
-        pass
+        self.threads = []
 
     def abandon(self) -> None:
         self.cancel_all(self.copy())  # In one step: other threads add and remove futures.
@@ -124,7 +113,7 @@ class _Futures(set[Future[Any]]):
             thread = new_thread("helper", _cancel, futures)
             with contextlib.suppress(RuntimeError):  # No thread starts at the interpreter's exit.
                 thread.start()
-                self._helpers = [*(t for t in self._helpers if t.is_alive()), thread]
+                self.threads = [*(t for t in self.threads if t.is_alive()), thread]
 
 
 def _cancel(futures: set[Future[Any]]) -> None:
@@ -133,7 +122,7 @@ def _cancel(futures: set[Future[Any]]) -> None:
             future.cancel()
 
 
-class ExecutorStage:
+class ExecutorStage(Stage):
     """A stage that submits its samples to an executor.
 
     The hook, with the dataset it belongs to, may be large, and an executor does not let us send it
@@ -150,7 +139,7 @@ class ExecutorStage:
         *,
         is_first: bool,
         takes_whole_batch: bool,
-        collate_stage: CollateStage,
+        collate_stage: Stage,
         label: Callable[[PendingBatch, int, Any], Any],
         on_sample_error: OnSampleError | None = None,
     ) -> None:
@@ -168,8 +157,7 @@ class ExecutorStage:
         self._futures = _Futures()
         self._submitted: dict[Future[Any], tuple[_Task, float]] = {}
         self.groups = [self._futures]
-        self._clock = FutureClock(name, getattr(executor, "_max_workers", None))
-        self.clock: StageClock = self._clock
+        self.clock = self._clock = FutureClock(name, getattr(executor, "_max_workers", None))
 
     # -- how work enters -----------------------------------------------------------------------
 
@@ -178,15 +166,6 @@ class ExecutorStage:
             self.put(batch, range(len(batch.indices)))
         else:
             self._collate_stage.collate(batch)
-        return True
-
-    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
-        """Do nothing: `put` submits the samples."""
-
-    def wake_idle(self, *, only_if_starved: bool) -> None:
-        """Do nothing: the executor knows its tasks."""
-
-    def has_idle_worker(self) -> bool:
         return True
 
     def in_flight(self) -> list[InFlight]:

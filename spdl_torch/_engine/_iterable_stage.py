@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ._batch import Epoch, PendingBatch, note_origin, without_our_frame
-from ._clock import StageClock, ThreadStageClock, WorkerClock
+from ._clock import ThreadStageClock, WorkerClock
 from ._in_flight import InFlight, batch_in_flight
-from ._stage import BatchStage, Operation, WorkerCursor, forward
+from ._stage import Operation, Stage, WorkerCursor, forward
 from ._threads import Workers
 
 __all__ = ["IterableStage"]
@@ -28,7 +28,7 @@ SetUpIterable = Callable[[int, WorkerCursor], tuple[OpenEpoch, Operation]]
 _Tools = tuple[OpenEpoch, Operation, WorkerCursor]
 
 
-class IterableStage:
+class IterableStage(Stage):
     """A stage whose workers each have a queue and an iterator of their own.
 
     Batches are asked of the workers in turn, and a worker that has nothing left is skipped. It does
@@ -42,7 +42,7 @@ class IterableStage:
         set_up: SetUpIterable,
         first_worker: Callable[[], int],
         *,
-        transfer_stage: BatchStage | None = None,
+        transfer_stage: Stage | None = None,
     ) -> None:
         self._first_worker = first_worker
         """Returns the worker whose turn it is when an epoch begins."""
@@ -51,7 +51,7 @@ class IterableStage:
         ]
         self.groups = [iterable.workers for iterable in self._iterables]
         clocks = [iterable.clock for iterable in self._iterables]
-        self.clock: StageClock = ThreadStageClock(clocks, name, "collate")
+        self.clock = ThreadStageClock(clocks, name, "collate")
         self._epoch: Epoch | None = None
         self._rotation: deque[_IterableWorker] = deque()
 
@@ -68,12 +68,6 @@ class IterableStage:
         self._rotation.rotate(-1)
         return True
 
-    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
-        """Do nothing: `open` wakes the worker that the batch is for."""
-
-    def wake_idle(self, *, only_if_starved: bool) -> None:
-        """Do nothing: no other worker can help."""
-
     def in_flight(self) -> list[InFlight]:
         return [item for iterable in self._iterables for item in iterable.in_flight()]
 
@@ -82,7 +76,7 @@ class _IterableWorker:
     """One worker and its place in its iterator."""
 
     def __init__(
-        self, name: str, worker_id: int, set_up: SetUpIterable, transfer_stage: BatchStage | None
+        self, name: str, worker_id: int, set_up: SetUpIterable, transfer_stage: Stage | None
     ) -> None:
         self._name = name
         self._set_up = set_up

@@ -6,28 +6,17 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ._batch import Epoch, Locate
-from ._clock import EpochClock, StageClock
+from ._clock import EpochClock
 from ._in_flight import InFlight
-from ._threads import Lifetime, WorkerGroup
-from ._window import FirstStage, LastStage, Window
+from ._stage import Stage
+from ._threads import Lifetime
+from ._transfer_stage import TransferStage
+from ._window import Window
 
-__all__ = ["Pipeline", "Stage"]
-
-
-class Stage(Protocol):
-    """A stage, as far as its threads and its clock go."""
-
-    @property
-    def groups(self) -> Sequence[WorkerGroup]: ...
-
-    @property
-    def clock(self) -> StageClock: ...
-
-    def in_flight(self) -> list[InFlight]:
-        """Return what its workers are doing."""
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -35,10 +24,10 @@ class Pipeline:
 
     def __init__(
         self,
-        first_stage: FirstStage,
+        first_stage: Stage,
         stages: Sequence[Stage],
         *,
-        last_stage: LastStage | None = None,
+        last_stage: TransferStage | None = None,
         capacity: int,
         in_order: bool,
         batched: bool,

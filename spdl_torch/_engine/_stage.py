@@ -7,20 +7,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from ._batch import PendingBatch, check_count, note_origin, without_our_frame
 from ._clock import SPAN_SECONDS, StageClock, ThreadStageClock, WorkerClock
 from ._in_flight import InFlight, stack_lines
-from ._threads import TaskQueue, Workers
+from ._threads import TaskQueue, WorkerGroup, Workers
 
 __all__ = [
-    "BatchStage",
-    "CollateStage",
     "OnSampleError",
     "Operation",
     "Pace",
-    "SampleStage",
+    "Stage",
     "ThreadStage",
     "WorkerCursor",
     "forward",
@@ -40,38 +38,52 @@ _SHARE_SECONDS: Final = 0.001
 """Samples that take longer each are worth as many workers as there are samples."""
 
 
-class SampleStage(Protocol):
-    """A stage that works on single samples."""
+class Stage:
+    """One function and its workers. Stages override what applies to them."""
+
+    groups: Sequence[WorkerGroup]
+    clock: StageClock
+
+    def open(self, batch: PendingBatch) -> bool:
+        """Accept a new batch; return False if no worker has anything left to make it of."""
+        raise NotImplementedError
 
     def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
-        """Accept these slots of a batch, in ascending order."""
-
-    def wake_idle(self, *, only_if_starved: bool) -> None: ...
-
-    def has_idle_worker(self) -> bool: ...
-
-
-class CollateStage(Protocol):
-    """The stage that makes the batch."""
+        """Accept slots of a batch, in ascending order, from the stage before."""
+        raise NotImplementedError
 
     def collate(self, batch: PendingBatch) -> None:
         """Make a batch whose slots are all settled."""
+        raise NotImplementedError
+
+    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
+        """Wake workers for opened batches, if accepting them has not done so.
+
+        Args:
+            is_needed: the consumer waits for them. Otherwise, only if they are worth a wake-up.
+            is_quick: the consumer comes back at once, and would compete with workers for the GIL.
+
+        """
+
+    def wake_idle(self, *, only_if_starved: bool) -> None:
+        """Wake all idle workers that have work.
+
+        Args:
+            only_if_starved: not those whose results the next stage is too busy to take.
+
+        """
+
+    def has_idle_worker(self) -> bool:
+        return True
+
+    def in_flight(self) -> list[InFlight]:
+        """Return what the workers are doing."""
+        raise NotImplementedError
 
 
-class BatchStage(Protocol):
-    """A stage that works on whole batches."""
-
-    def put(self, batch: PendingBatch) -> None:
-        """Accept a batch that is collated."""
-
-
-class OnSampleError(Protocol):
-    """Decides what to do about a sample that failed."""
-
-    def __call__(
-        self, batch: PendingBatch, slot: int, stage: str, error: BaseException
-    ) -> BaseException | None:
-        """Have another sample made for the slot, or return the error that it ends in."""
+OnSampleError = Callable[[PendingBatch, int, str, BaseException], BaseException | None]
+"""Called with a batch, the slot of a failed sample, the stage and the error. Has another sample
+made for the slot, or returns the error that the slot ends in."""
 
 
 class WorkerCursor:
@@ -176,7 +188,7 @@ SetUp = Callable[[int, WorkerCursor], tuple[Operation | None, Operation | None]]
 The cursor always tells what the worker is working on."""
 
 
-class ThreadStage:
+class ThreadStage(Stage):
     """A stage whose workers are threads.
 
     Args:
@@ -204,9 +216,9 @@ class ThreadStage:
         is_first: bool,
         only_collates: bool = False,
         takes_whole_batch: bool = False,
-        next_stage: SampleStage | None = None,
-        collate_stage: CollateStage | None = None,
-        transfer_stage: BatchStage | None = None,
+        next_stage: Stage | None = None,
+        collate_stage: Stage | None = None,
+        transfer_stage: Stage | None = None,
         on_sample_error: OnSampleError | None = None,
         is_watched: bool = False,
     ) -> None:
@@ -227,7 +239,7 @@ class ThreadStage:
         self.groups = [self._workers]
         self.tools: dict[int, _Tools] = {}
         self._clocks = {id_: WorkerClock(f"{name}-{id_}") for id_ in worker_ids}
-        self.clock: StageClock = ThreadStageClock(
+        self.clock = ThreadStageClock(
             list(self._clocks.values()),
             None if only_collates else name,
             _COLLATE if collate_stage is None else None,
@@ -460,11 +472,11 @@ class ThreadStage:
         return num_samples, num_samples
 
 
-def forward(batch: PendingBatch, output: Any, transfer_stage: BatchStage | None) -> None:
+def forward(batch: PendingBatch, output: Any, transfer_stage: Stage | None) -> None:
     """Leave a collated batch, or its error, for the transfer stage or for the consumer."""
     # An error goes the same way: the batches of one worker must not overtake each other.
     if transfer_stage is None or batch.is_exhausted:
         batch.finish(output)
     else:
         batch.output, batch.slots = output, None
-        transfer_stage.put(batch)
+        transfer_stage.open(batch)

@@ -135,11 +135,10 @@ class WorkerStage(Protocol):
         """Release what belongs to the worker. Runs last in each worker's thread."""
 
 
-class WorkerGroup(Protocol):
+class WorkerGroup:
     """Threads of a stage. It must not refer to the stage, nor to anything of the user's."""
 
-    @property
-    def threads(self) -> list[threading.Thread]: ...
+    threads: list[threading.Thread]
 
     def start(self, seconds_apart: float) -> None:
         """Start the threads, so long apart unless a worker is set up sooner; 0: all at once."""
@@ -154,7 +153,7 @@ class WorkerGroup(Protocol):
         """Let the workers end. Waits for nothing; may be called again, from any thread."""
 
 
-class Workers:
+class Workers(WorkerGroup):
     """Threads that take tasks from one queue until it is closed.
 
     Neither this object nor an idle thread refers to the stage: a running thread is never garbage,

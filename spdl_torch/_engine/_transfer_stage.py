@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ._batch import Epoch, PendingBatch, note_origin, without_our_frame
-from ._clock import StageClock, ThreadStageClock, WorkerClock
+from ._clock import ThreadStageClock, WorkerClock
 from ._in_flight import InFlight, batch_in_flight
-from ._stage import Operation
+from ._stage import Operation, Stage
 from ._threads import Workers
 
 __all__ = ["Taken", "TransferStage"]
@@ -21,7 +21,7 @@ class Taken(NamedTuple):
     num_taken: int
 
 
-class TransferStage:
+class TransferStage(Stage):
     """A last stage that is never more than `num_ahead` batches ahead of the consumer.
 
     The window may hold many batches more, which wait here: memory on the device is scarce.
@@ -52,11 +52,12 @@ class TransferStage:
         self._workers = Workers(name, [0], self)
         self.groups = [self._workers]
         self._clock = WorkerClock(name)
-        self.clock: StageClock = ThreadStageClock([self._clock], name)
+        self.clock = ThreadStageClock([self._clock], name)
 
-    def put(self, batch: PendingBatch) -> None:
+    def open(self, batch: PendingBatch) -> bool:
         """Accept a batch that is collated."""
         self._workers.queue.put(batch)
+        return True
 
     def advance(self, epoch: Epoch, num_taken: int) -> None:
         """Transfer the batches whose turn has come, now that so many turns were taken."""

@@ -6,12 +6,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ._batch import Epoch, Locate, PendingBatch
 from ._clock import ConsumerClock
+from ._stage import Stage
+from ._transfer_stage import TransferStage
 
-__all__ = ["NUM_EARLIER", "FirstStage", "NotInTime", "Window"]
+__all__ = ["NUM_EARLIER", "NotInTime", "Window"]
 
 _QUICK_SECONDS: Final = 0.0001
 """A consumer that asks again sooner leaves a worker no time to wake up and be of use."""
@@ -31,39 +33,6 @@ class NotInTime(Exception):  # noqa: N818 (not an error: the consumer may ask ag
     """The next batch was not finished within the timeout. Nothing is lost: ask again."""
 
 
-class FirstStage(Protocol):
-    """The stage that batches enter first."""
-
-    def open(self, batch: PendingBatch) -> bool:
-        """Accept a batch; return False if no worker has anything left to make it of."""
-
-    def wake(self, *, is_needed: bool, is_quick: bool) -> None:
-        """Wake workers for the accepted batches.
-
-        Args:
-            is_needed: the consumer waits for them. Otherwise, only if they are worth a wake-up.
-            is_quick: the consumer comes back at once, and would compete with workers for the GIL.
-
-        """
-
-    def wake_idle(self, *, only_if_starved: bool) -> None:
-        """Wake all idle workers that have work.
-
-        Args:
-            only_if_starved: not those whose results the next stage is too busy to take.
-
-        """
-
-
-class LastStage(Protocol):
-    """A stage that is told how far the consumer has come."""
-
-    in_order: bool
-
-    def advance(self, epoch: Epoch, num_taken: int) -> None:
-        """Note how many turns the consumer has taken."""
-
-
 class Window:
     """At most `capacity` batches of one epoch that are drawn and not yet delivered.
 
@@ -75,11 +44,11 @@ class Window:
     def __init__(
         self,
         draws: Iterator[Any],
-        first_stage: FirstStage,
+        first_stage: Stage,
         epoch: Epoch,
         clock: ConsumerClock,
         *,
-        last_stage: LastStage | None,
+        last_stage: TransferStage | None,
         capacity: int,
         in_order: bool,
         batched: bool,

@@ -25,7 +25,7 @@ from .._engine import (
     OnSampleError,
     PendingBatch,
     Pipeline,
-    SampleStage,
+    Stage,
     ThreadStage,
     TransferStage,
     Window,
@@ -273,9 +273,9 @@ class _Replacement:
     def __init__(self, worker_setup: WorkerSetup) -> None:
         self._bad_sample_policy = worker_setup.bad_sample_policy
         self._dataset = worker_setup.dataset
-        self._first_stage: Callable[[], SampleStage | None] = lambda: None
+        self._first_stage: Callable[[], Stage | None] = lambda: None
 
-    def set_first_stage(self, stage: SampleStage) -> None:
+    def set_first_stage(self, stage: Stage) -> None:
         # Weakly: the stage refers to this.
         self._first_stage = weakref.ref(stage)
 

@@ -21,9 +21,6 @@ class Ranges:
         if start >= stop:
             return
         pairs = self._pairs
-        if pairs and pairs[-1][1] == start:  # The most frequent case.
-            pairs[-1] = (pairs[-1][0], stop)
-            return
         first = bisect_left(pairs, start, key=_stop_of)
         last = first
         while last < len(pairs) and pairs[last][0] <= stop:

@@ -43,8 +43,10 @@ class MapProgress(EpochProgress):
         self._order = order_of(self._sampler, self._order_seed)
         self._offset = 0
         """How many indices of the epoch came before those of the order."""
+        self._num_in_turn = 0
+        """How many draws were delivered in turn, since the epoch was resumed."""
         self._delivered = Ranges()
-        """The numbers of the draws that were delivered, since the epoch was resumed."""
+        """The numbers of the draws that were delivered out of turn, and after one that was."""
         if saved is not None:
             self._restore(settings.dataset, saved)
 
@@ -108,7 +110,10 @@ class MapProgress(EpochProgress):
 
     def deliver(self, position: Any) -> None:
         """Count a batch as delivered to the training loop, or its error."""
-        self._delivered.add(position, position + 1)
+        if position == self._num_in_turn:
+            self._num_in_turn += 1
+        else:
+            self._delivered.add(position, position + 1)
         if self._order.has_marks:
             self._order.drop_marks_before(self._all_done().first_missing)
 
@@ -119,8 +124,10 @@ class MapProgress(EpochProgress):
         same number on all of them.
         """
         num_units = self._num_units
-        draws = ((first * num_units, last * num_units) for first, last in self._delivered)
-        return self._order.done.filled(draws)
+        draws = [(0, self._num_in_turn), *self._delivered]
+        return self._order.done.filled(
+            (start * num_units, stop * num_units) for start, stop in draws
+        )
 
     def sample_key(self, number: int, indices: list[Any], slot: int) -> tuple[int, ...]:
         """Return the key of a sample's random numbers, the same for any workers and batch size.

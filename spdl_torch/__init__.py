@@ -6,8 +6,7 @@ from ._bad_samples import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSam
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._device import transfer
-from ._engine import Span, StageStats
-from ._loop_stats import LoopStats
+from ._engine import LoopStats, Span, StageStats
 from ._profiling import CachedLoader, Headroom, Profile, Scaling
 from ._random import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler

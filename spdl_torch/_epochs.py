@@ -97,12 +97,6 @@ class Epochs:
             copied._chosen = self.next_epoch
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"clock": self.clock.kind}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"clock": EpochClock(state["clock"])})
-
 
 def _progress_of(settings: LoaderSettings, saved: Any, **seeds: int) -> Progress:
     kind = IterableProgress if settings.is_iterable else MapProgress

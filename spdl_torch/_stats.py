@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ._bad_samples import BadSamplePolicy
-from ._engine import EpochClock, StageStats
-from ._loop_stats import LoopStats
+from ._engine import EpochClock, LoopStats, StageStats
 from ._text import aligned, duration, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
@@ -108,26 +107,16 @@ def num_cores() -> int:
 
 
 def stats_of(clock: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
-    elapsed_seconds, cpu_seconds, consumer, stages = clock.read()
+    read = clock.read()
     return LoaderStats(
         kind=clock.kind,
         is_running=clock.is_running,
-        elapsed_seconds=elapsed_seconds,
-        stages=stages,
-        loop=LoopStats(
-            num_batches=consumer.num_batches,
-            waited_seconds=consumer.waited_seconds,
-            first_wait_seconds=consumer.first_wait_seconds,
-            step_seconds=consumer.step_seconds,
-            wake_seconds=consumer.wake_seconds,
-        ),
         window=clock.window,
         num_ready=clock.num_ready,
-        num_bytes=consumer.num_bytes,
         num_bad_samples=len(bad_sample_policy.bad_samples),
         num_retries=bad_sample_policy.num_retries,
         num_cores=num_cores(),
-        cpu_seconds=cpu_seconds,
+        **read._asdict(),
     )
 
 

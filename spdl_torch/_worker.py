@@ -155,7 +155,7 @@ class WorkerSetup:
 
         def pause(seconds: float) -> bool:
             assert cursor.batch is not None
-            return cursor.batch.pause(seconds)
+            return cursor.batch.epoch.pause(seconds)
 
         return self.bad_sample_policy.retried(load, pause), None
 
@@ -329,7 +329,7 @@ class _SlotCursor:
         assert batch is not None, "a worker draws between two batches"
         # The index too: another sample may have replaced one that failed.
         index = batch.indices[slot] if slot >= 0 else None
-        return batch.epoch_id, batch.number, slot, index if type(index) is int else repr(index)
+        return batch.epoch.id, batch.number, slot, index if type(index) is int else repr(index)
 
     def key(self) -> Key:
         setup, batch = self._setup(), self._cursor.batch

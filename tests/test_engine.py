@@ -29,9 +29,9 @@ def pipeline_of(*stages, capacity=4, in_order=True):
 
 
 def batches_of(pipeline, source):
-    pipeline.begin(iter(source))
+    window = pipeline.begin(iter(source))
     found = []
-    while (batch := pipeline.window.next(None)) is not None:
+    while (batch := window.next(None)) is not None:
         found.append(batch.result())
     return found
 
@@ -99,10 +99,10 @@ def test_error_stays_in_its_batch():
         return index
 
     pipeline = pipeline_of(fused(sample))
-    pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
-    assert pipeline.window.next(None).result() == [1, 2]
-    failed = pipeline.window.next(None)
-    assert pipeline.window.next(None).result() == [5, 6]
+    window = pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
+    assert window.next(None).result() == [1, 2]
+    failed = window.next(None)
+    assert window.next(None).result() == [5, 6]
     with pytest.raises(LookupError):
         failed.result()
     pipeline.lifetime.close()
@@ -112,12 +112,12 @@ def test_timeout_can_be_repeated():
     """After a timeout the same batch can be asked for again."""
     gate = threading.Event()
     pipeline = pipeline_of(fused(lambda index: gate.wait(PATIENCE_SECONDS)))
-    pipeline.begin(iter([[1], [2]]))
+    window = pipeline.begin(iter([[1], [2]]))
     for _ in range(3):
         with pytest.raises(NotInTime):
-            pipeline.window.next(0.01)
+            window.next(0.01)
     gate.set()
-    assert pipeline.window.next(None).result() == [True]
+    assert window.next(None).result() == [True]
     pipeline.lifetime.close()
 
 
@@ -131,9 +131,9 @@ def test_stuck_worker_warns_on_close(monkeypatch):
         gate.wait(PATIENCE_SECONDS)
 
     pipeline = pipeline_of(fused(wait, width=1))
-    pipeline.begin(iter([[1], [2]]))
+    window = pipeline.begin(iter([[1], [2]]))
     with pytest.raises(NotInTime):
-        pipeline.window.next(0.01)
+        window.next(0.01)
     assert is_waiting.wait(PATIENCE_SECONDS)
     with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
         pipeline.lifetime.close()
@@ -185,13 +185,13 @@ def test_close_during_set_up(num_started):
     in_set_up, may_go_on = threading.Event(), threading.Event()
     stage = ThreadStage("preprocess", range(2), set_up, is_first=True)
     pipeline = Pipeline(stage, [stage], capacity=4, in_order=True, batched=True)
-    pipeline.begin(iter([[1]]))
+    window = pipeline.begin(iter([[1]]))
     outcome = []
 
     def consume():
         try:
             pipeline.start()
-            pipeline.window.next(None)
+            window.next(None)
         except RuntimeError as error:
             outcome.append(error)
 
@@ -265,9 +265,9 @@ def test_starved_stage_wakes_loaders():
 
     pipeline = pipeline_of(*staged(load, lambda index: index))
     batches_of(pipeline, CHEAP)
-    pipeline.begin(iter([[1, 2, 3, 4]]))
+    window = pipeline.begin(iter([[1, 2, 3, 4]]))
     # Sooner than the consumer wakes all idle workers in any case.
-    assert pipeline.window.next(0.4).result() == [1, 2, 3, 4]
+    assert window.next(0.4).result() == [1, 2, 3, 4]
     pipeline.lifetime.close()
 
 
@@ -330,18 +330,16 @@ class Watched:
 
 
 class WatchedBatch(PendingBatch):
-    __slots__ = ()
-
     @property
     def is_finished(self):
-        is_finished = PendingBatch.is_finished.__get__(self)
+        is_finished = self.__dict__["is_finished"]
         if not is_finished:
             self.drawn.go_on_after_look(self.number)
         return is_finished
 
     @is_finished.setter
     def is_finished(self, is_finished):
-        PendingBatch.is_finished.__set__(self, is_finished)
+        self.__dict__["is_finished"] = is_finished
 
 
 @pytest.mark.parametrize(
@@ -377,11 +375,9 @@ def test_unordered_keeps_worker_order(finished_by):
 class ExhaustedBatch(PendingBatch):
     """Is exhausted and finished just after the consumer has seen that it is not finished."""
 
-    __slots__ = ()
-
     @property
     def is_finished(self):
-        is_finished = PendingBatch.is_finished.__get__(self)
+        is_finished = self.__dict__["is_finished"]
         if not is_finished:
             self.is_exhausted = True
             self.finish()
@@ -390,7 +386,7 @@ class ExhaustedBatch(PendingBatch):
 
     @is_finished.setter
     def is_finished(self, is_finished):
-        PendingBatch.is_finished.__set__(self, is_finished)
+        self.__dict__["is_finished"] = is_finished
 
 
 class Exhausted:

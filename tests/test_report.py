@@ -399,14 +399,6 @@ def test_overlapping_loads_get_own_lanes(trace):
     }
 
 
-def test_collate_within_preprocess_stays(trace):
-    """A span within another one of the same worker is drawn on the same lane."""
-    outer = Span("preprocess", "preprocess-0", 0.0, 1.0, 0, 1, None)
-    inner = Span("collate", "preprocess-0", 0.8, 0.2, 0, 1, None)
-    lanes = lanes_in(trace(profile((inner, outer))))
-    assert lanes == {"preprocess-0": [("preprocess", 0), ("collate", 800_000)]}
-
-
 def test_lanes_follow_the_pipeline(trace):
     """The loop comes first, then the stages in their order and the workers by number."""
     stages = ("transfer", "preprocess-10", "preprocess-2", "load-0", "loop")

@@ -28,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             exit_code: int = command.run(options)
             return exit_code
     except CommandError as error:
-        message, exit_code = f"{error.prefix or prefix}: error: {error}", error.exit_code
+        message, exit_code = f"{prefix}: error: {error}", error.exit_code
     except KeyboardInterrupt:
         message, exit_code = f"{prefix}: interrupted", 130
-    from ._screen import print_error  # noqa: PLC0415 (rich is not needed for --help)
+    from ._screen import print_on_stderr  # noqa: PLC0415 (rich is not needed for --help)
 
-    print_error(message)
+    print_on_stderr(message, "red")
     return exit_code

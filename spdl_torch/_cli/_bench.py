@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from rich.table import Table
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from .. import DataLoader
+from .. import DataLoader, StagedDataset
 from ._images import ImageJob
 from ._parser import CommandError
-from ._screen import Advance, Screen, counted
+from ._screen import Screen, counted, table_of
 
 __all__ = ["run"]
 
@@ -39,28 +39,40 @@ def run(options: argparse.Namespace) -> int:
     job = ImageJob(options.folder, options.size, is_augmented=options.augment)
     batch_size = _possible_batch_size(options, job)
     datasets = {PIL: job.by_pil(), TORCHVISION_IO: job.by_torchvision_io(), OURS: job.ours()}
-    trial = _tried(job, datasets, options.workers, screen)
-    plan = _Plan(batch_size, options.workers, trial)
-    figures = _measured(datasets, plan, options.rounds, screen)
-    results = [_result(name, figures, trial.differences[name]) for name in datasets]
+    indices, differences, pil_seconds = _compare_pixels(job, datasets, options.workers, screen)
+    num_left_out = min(job.num_images, _MAX_TRIED) - len(indices)
+    num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (pil_seconds * batch_size))))
+    measure = partial(_images_per_second, indices, batch_size, options.workers, num_laps)
+    names = list(datasets)
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in names:
+            screen.step(f"round {number + 1} of {options.rounds}, {name}")
+            loader_class = DataLoader if name == OURS else TorchDataLoader
+            figures[name].append(measure(partial(loader_class, datasets[name])))
+        names = names[1:] + names[:1]  # The first loader may find the machine in another state.
+    results = [_result(name, figures, differences[name]) for name in datasets]
     code = job.code(batch_size, options.workers)
     screen.show(_table(results))
-    _explain(job, plan, trial, options.rounds, screen)
+    _explain(options, job, len(indices), batch_size, screen)
+    if num_left_out:
+        screen.say(
+            f"Left out, as not every loader can decode them: {num_left_out:,}. See which are "
+            f"damaged: spdl-torch check {job.folder}"
+        )
     screen.say("\nThe code of the last row:\n")
     screen.say(code, style="cyan")
     screen.document(
-        {
-            "folder": job.folder,
-            "num_images": job.num_images,
-            "num_used": len(trial.indices),
-            "num_left_out": trial.num_left_out,
-            "batch_size": batch_size,
-            "workers": options.workers,
-            "size": options.size,
-            "augment": options.augment,
-            "loaders": results,
-            "code": code,
-        }
+        folder=job.folder,
+        num_images=job.num_images,
+        num_used=len(indices),
+        num_left_out=num_left_out,
+        batch_size=batch_size,
+        workers=options.workers,
+        size=options.size,
+        augment=options.augment,
+        loaders=results,
+        code=code,
     )
     return 0
 
@@ -68,76 +80,61 @@ def run(options: argparse.Namespace) -> int:
 def _possible_batch_size(options: argparse.Namespace, job: ImageJob) -> int:
     """Return the batch size. A batch of more images than there are would repeat some."""
     batch_size: int = options.batch_size
-    if batch_size <= job.num_images:
-        return batch_size
-    if "--batch-size" not in options.given:
-        return job.num_images
-    raise CommandError(
-        f"--batch-size {batch_size} is more than there are images in {job.folder}. Give "
-        f"--batch-size {job.num_images} or less."
-    )
+    if batch_size > job.num_images and "--batch-size" in options.given:
+        raise CommandError(
+            f"--batch-size {batch_size} is more than there are images in {job.folder}. Give "
+            f"--batch-size {job.num_images} or less."
+        )
+    return min(batch_size, job.num_images)
 
 
 # -- the same work? --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The result of loading each image once with all loaders."""
+def _compared(
+    datasets: dict[str, Dataset[Any]], index: int
+) -> tuple[int, dict[str, float], float] | None:
+    """Load an image with all datasets and the same random numbers.
 
-    indices: list[int]
-    """The images that all loaders can decode."""
-    num_left_out: int
-    differences: dict[str, float]
-    """Mean difference from PIL's pixels, in levels from 0 to 255."""
-    seconds: float
-    """Time that PIL takes for an image."""
-
-
-class _Trials(Dataset[Any]):
-    """Loads an image with all datasets and the same random numbers."""
-
-    def __init__(self, datasets: dict[str, Dataset[Any]]) -> None:
-        self._datasets = datasets
-
-    def __getitem__(self, index: int) -> tuple[int, dict[str, float], float] | None:
-        """Return the index, the differences and PIL's seconds; None if a decoder fails."""
-        try:
-            started_seconds = time.perf_counter()
-            reference = self._pixels(PIL, index)
-            seconds = time.perf_counter() - started_seconds
-            differences = {
-                name: _difference(self._pixels(name, index), reference) for name in self._datasets
-            }
-        except Exception:  # Decoders raise various types; `check` says what is wrong with a file.
-            return None
-        return index, differences, seconds
-
-    def _pixels(self, name: str, index: int) -> torch.Tensor:
-        torch.manual_seed(index)  # In a worker thread it seeds the sample's own generator.
-        sample = self._datasets[name][index]
-        pixels: torch.Tensor = sample[0] if isinstance(sample, tuple) else sample
-        return pixels
+    Return the index, the differences and PIL's seconds; None if a decoder fails.
+    """
+    try:
+        started_seconds = time.perf_counter()
+        reference = _pixels(datasets[PIL], index)
+        seconds = time.perf_counter() - started_seconds
+        differences = {
+            name: (_pixels(dataset, index) - reference).abs().mean().item()
+            for name, dataset in datasets.items()
+        }
+    except Exception:  # Decoders raise various types; `check` says what is wrong with a file.
+        return None
+    return index, differences, seconds
 
 
-def _difference(pixels: torch.Tensor, reference: torch.Tensor) -> float:
-    if pixels.shape != reference.shape or pixels.dtype != reference.dtype:
-        raise ValueError(f"{pixels.shape} {pixels.dtype}, {reference.shape} {reference.dtype}")
-    return (pixels.int() - reference.int()).abs().double().mean().item()
+def _pixels(dataset: Dataset[Any], index: int) -> torch.Tensor:
+    torch.manual_seed(index)  # In a worker thread it seeds the sample's own generator.
+    sample = dataset[index]
+    pixels: torch.Tensor = sample[0] if isinstance(sample, tuple) else sample
+    return pixels.double()
 
 
-def _tried(
+def _compare_pixels(
     job: ImageJob, datasets: dict[str, Dataset[Any]], num_workers: int, screen: Screen
-) -> _Trial:
-    """Load some images with all datasets, which also puts the files into the cache."""
+) -> tuple[list[int], dict[str, float], float]:
+    """Load some images with all datasets, which also puts the files into the cache.
+
+    Return the images that all of them can decode, the mean difference of each from PIL's pixels in
+    levels from 0 to 255, and the seconds that PIL takes for an image.
+    """
     num_tried = min(job.num_images, _MAX_TRIED)
     # A folder is sorted by class, so the images are taken from all over it.
     chosen = [number * job.num_images // num_tried for number in range(num_tried)]
+    trials = StagedDataset.from_functions(chosen, preprocess=partial(_compared, datasets))
     loaded = []
-    loader: DataLoader[Any] = DataLoader(
-        _Trials(datasets), sampler=chosen, batch_size=None, num_workers=num_workers
-    )
-    with loader, screen.bar("comparing pixels", num_tried, "images") as advance:
+    with (
+        DataLoader(trials, batch_size=None, num_workers=num_workers) as loader,
+        screen.bar("comparing pixels of images", num_tried) as advance,
+    ):
         for outcome in loader:
             advance()
             if outcome is not None:
@@ -149,74 +146,39 @@ def _tried(
             exit_code=1,
         )
     indices, differences, seconds = zip(*loaded, strict=True)
-    return _Trial(
-        list(indices),
-        num_tried - len(loaded),
-        {name: statistics.mean(each[name] for each in differences) for name in datasets},
-        statistics.median(seconds),
-    )
+    means = {name: statistics.mean(each[name] for each in differences) for name in datasets}
+    return list(indices), means, statistics.median(seconds)
 
 
 # -- how fast? -------------------------------------------------------------------------------------
 
 
-class _Plan:
-    """The batches that are loaded, and which of them count.
-
-    The clock runs between two deliveries in the middle of an epoch, so that neither the start of
-    workers nor their idle end counts. All numbers are multiples of the number of workers, because
-    torch delivers batches in bursts of one per worker.
-    """
-
-    def __init__(self, batch_size: int, num_workers: int, trial: _Trial) -> None:
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (trial.seconds * batch_size))))
-        # Both loaders begin two batches for each worker at once (prefetch_factor), and ours
-        # finish together: counted, they would look several times as fast.
-        self.num_before = 2 * num_workers
-        self.num_counted = num_laps * num_workers
-        self.num_loaded = self.num_before + self.num_counted
-        """Batches until the clock stops."""
-        # Another batch for each worker, so that none is idle when the clock stops.
-        num_indices = (self.num_loaded + num_workers) * batch_size
-        self.indices = list(itertools.islice(itertools.cycle(trial.indices), num_indices))
-
-
 def _images_per_second(
-    loader_class: Callable[..., Iterable[Any]], dataset: Dataset[Any], plan: _Plan, advance: Advance
+    indices: list[int],
+    batch_size: int,
+    num_workers: int,
+    num_laps: int,
+    make_loader: Callable[..., Iterable[Any]],
 ) -> float:
-    loader = loader_class(
-        dataset, batch_size=plan.batch_size, sampler=plan.indices, num_workers=plan.num_workers
-    )
-    delivered_seconds = []
+    """Return the throughput between two deliveries in the middle of an epoch.
+
+    So neither the start of workers nor their idle end counts. All numbers of batches are multiples
+    of the number of workers, because torch delivers batches in bursts of one per worker.
+    """
+    num_counted = num_laps * num_workers
+    # Both loaders begin two batches for each worker at once (prefetch_factor), and ours finish
+    # together: counted, they would look several times as fast.
+    num_before = 2 * num_workers
+    num_loaded = num_before + num_counted
+    # Another batch for each worker, so that none is idle when the clock stops.
+    num_indices = (num_loaded + num_workers) * batch_size
+    sampler = list(itertools.islice(itertools.cycle(indices), num_indices))
+    loader = make_loader(batch_size=batch_size, sampler=sampler, num_workers=num_workers)
     # torch's loader ends with its iterator.
     with loader if isinstance(loader, DataLoader) else contextlib.nullcontext():
-        for _ in itertools.islice(loader, plan.num_loaded):
-            delivered_seconds.append(time.perf_counter())
-            advance(plan.batch_size)
-    seconds = delivered_seconds[-1] - delivered_seconds[plan.num_before - 1]
-    return plan.num_counted * plan.batch_size / seconds
-
-
-def _measured(
-    datasets: dict[str, Dataset[Any]], plan: _Plan, num_rounds: int, screen: Screen
-) -> dict[str, list[float]]:
-    """Return images per second of each loader, one figure for each round."""
-    figures: dict[str, list[float]] = {name: [] for name in datasets}
-    num_images = num_rounds * len(datasets) * plan.num_loaded * plan.batch_size
-    names = list(datasets)
-    # Drawing takes a few milliseconds, so it is done rarely.
-    with screen.bar("measuring", num_images, "images", interval_seconds=0.5) as advance:
-        for number in range(num_rounds):
-            for name in names:
-                advance(0, f"round {number + 1} of {num_rounds}, {name}")
-                loader_class = DataLoader if name == OURS else TorchDataLoader
-                figures[name].append(
-                    _images_per_second(loader_class, datasets[name], plan, advance)
-                )
-            names = names[1:] + names[:1]  # The first loader may find the machine in another state.
-    return figures
+        delivered_seconds = [time.perf_counter() for _ in itertools.islice(loader, num_loaded)]
+    seconds = delivered_seconds[-1] - delivered_seconds[num_before - 1]
+    return num_counted * batch_size / seconds
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -240,10 +202,9 @@ def _result(name: str, figures: dict[str, list[float]], difference: float) -> di
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = Table()
-    table.add_column("loader")  # The only column that may be wrapped.
-    for head in ("images/s", "spdl_torch is\n× as fast", "pixels differ\nfrom PIL's by"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = table_of(
+        "loader", "images/s", "spdl_torch is\n× as fast", "pixels differ\nfrom PIL's by"
+    )
     for result in results:
         is_ours = result["name"] == OURS
         ratio = f"{result['ours_divided_by_it']:.2f}{_range(result['ratios'], '.2f')}"
@@ -263,22 +224,19 @@ def _range(values: list[float], form: str) -> str:
     return "" if len(values) == 1 else f" ({min(values):{form}}–{max(values):{form}})"
 
 
-def _explain(job: ImageJob, plan: _Plan, trial: _Trial, num_rounds: int, screen: Screen) -> None:
+def _explain(
+    options: argparse.Namespace, job: ImageJob, num_used: int, batch_size: int, screen: Screen
+) -> None:
     kind = "random crops, flipped at random" if job.is_augmented else "the center crop"
     screen.say(
-        f"{len(trial.indices):,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
-        f"pixels, batches of {plan.batch_size}, {counted(plan.num_workers, 'worker')} each. Files "
+        f"{num_used:,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
+        f"pixels, batches of {batch_size}, {counted(options.workers, 'worker')} each. Files "
         "from the cache, start of workers not counted. Pixels: mean difference, from 0 to 255."
     )
-    if num_rounds == 1:
+    if options.rounds == 1:
         screen.say("One round may be chance; see whether others agree: --rounds 3.")
     else:
         screen.say(
-            f"Medians of {num_rounds} interleaved rounds (lowest–highest). “× as fast” is taken "
-            "within each round, so its median need not be the ratio of the medians."
-        )
-    if trial.num_left_out:
-        screen.say(
-            f"Left out, as not every loader can decode them: {trial.num_left_out:,}. See which "
-            f"are damaged: spdl-torch check {job.folder}"
+            f"Medians of {options.rounds} interleaved rounds (lowest–highest). “× as fast” is "
+            "taken within each round, so its median need not be the ratio of the medians."
         )

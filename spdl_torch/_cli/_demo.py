@@ -7,23 +7,21 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from .. import DataLoader
 from .._stats import num_cores
 from ._images import ImageJob
-from ._screen import Screen, counted
+from ._screen import Screen, counted, table_of
 
 __all__ = ["run"]
 
@@ -31,8 +29,6 @@ _SIZE = 224
 _BATCH_SIZE = 32
 _NUM_EPOCHS = 2
 _NUM_CLASSES = 8
-_SCENE_SIZE = (750, 1000)
-"""(height, width) of the picture that the images of a class are cut out of."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,8 +36,7 @@ def run(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")  # torch warns of many workers.
     screen = Screen(as_json=options.json)
     with tempfile.TemporaryDirectory(prefix="spdl-torch-demo-") as folder:
-        with screen.bar("making images", options.images, "images") as advance:
-            num_bytes = _make_images(Path(folder), options.images, advance)
+        num_bytes = _make_images(Path(folder), options.images, screen)
         screen.say(
             f"{options.images:,} images of {_NUM_CLASSES} classes, "
             f"{num_bytes / options.images / 1000:.0f} kB each; random crops, flipped at random, "
@@ -53,36 +48,11 @@ def run(options: argparse.Namespace) -> int:
         torchs = _Training("torch + PIL", TorchDataLoader(job.by_pil(), **arguments))
         with DataLoader(job.ours(), **arguments) as loader:
             ours = _Training("spdl_torch", loader)
-            _train_in_turn([torchs, ours], options.images, screen)
+            _train_in_turn([torchs, ours], screen)
             stats = loader.stats()
     speed_up = torchs.seconds / ours.seconds
-    screen.show(_table([torchs, ours]))
-    screen.say(
-        "Loss and accuracy differ slightly, because another decoder and another resize round "
-        "pixels differently. `spdl-torch bench DIR` compares with torchvision.io too."
-    )
-    screen.say(f"spdl_torch trains at {speed_up:.2f} times the speed of torch + PIL here.")
-    screen.say(f"Verdict: {stats.verdict}")
-    screen.document(
-        {
-            "num_images": options.images,
-            "num_bytes": num_bytes,
-            "workers": options.workers,
-            "batch_size": _BATCH_SIZE,
-            "loaders": [{"name": one.name, "epochs": one.epochs} for one in (torchs, ours)],
-            "speed_up": speed_up,
-            "stats": stats.as_dict(),
-        }
-    )
-    return 0
-
-
-def _table(trainings: list[_Training]) -> Table:
-    table = Table()
-    table.add_column("loader", no_wrap=True)
-    for head in ("epoch", "images/s", "seconds", "loss", "accuracy"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for training in trainings:
+    table = table_of("loader", "epoch", "images/s", "seconds", "loss", "accuracy")
+    for training in (torchs, ours):
         for number, epoch in enumerate(training.epochs, 1):
             table.add_row(
                 training.name if number == 1 else "",
@@ -91,15 +61,31 @@ def _table(trainings: list[_Training]) -> Table:
                 f"{epoch['seconds']:.2f}",
                 f"{epoch['loss']:.2f}",
                 f"{epoch['accuracy']:.0%}",
-                end_section=number == len(training.epochs),
+                end_section=number == _NUM_EPOCHS,
             )
-    return table
+    screen.show(table)
+    screen.say(
+        "Loss and accuracy differ slightly, because another decoder and another resize round "
+        "pixels differently. `spdl-torch bench DIR` compares with torchvision.io too."
+    )
+    screen.say(f"spdl_torch trains at {speed_up:.2f} times the speed of torch + PIL here.")
+    screen.say(f"Verdict: {stats.verdict}")
+    screen.document(
+        num_images=options.images,
+        num_bytes=num_bytes,
+        workers=options.workers,
+        batch_size=_BATCH_SIZE,
+        loaders=[{"name": one.name, "epochs": one.epochs} for one in (torchs, ours)],
+        speed_up=speed_up,
+        stats=stats.as_dict(),
+    )
+    return 0
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
-def _train_in_turn(trainings: list[_Training], num_images: int, screen: Screen) -> None:
+def _train_in_turn(trainings: list[_Training], screen: Screen) -> None:
     num_threads = torch.get_num_threads()
     # The cores are for the workers of the loaders. Threads of a small model would slow them down.
     torch.set_num_threads(1)
@@ -107,13 +93,11 @@ def _train_in_turn(trainings: list[_Training], num_images: int, screen: Screen) 
         # What torch does only once should not count for the first training.
         images = torch.zeros(_BATCH_SIZE, 3, _SIZE, _SIZE, dtype=torch.uint8)
         labels = torch.arange(_BATCH_SIZE) % _NUM_CLASSES
-        _Training("warm-up", [(images, labels)] * 3).train(lambda _: None)
+        _Training("warm-up", [(images, labels)] * 3).train()
         for number in range(1, _NUM_EPOCHS + 1):
             for training in trainings:
-                with screen.bar(
-                    f"epoch {number}, {training.name}", num_images, "images"
-                ) as advance:
-                    training.train(advance)
+                screen.step(f"epoch {number}, {training.name}")
+                training.train()
             trainings = trainings[::-1]  # The first may find the machine in another state.
     finally:
         torch.set_num_threads(num_threads)
@@ -140,8 +124,8 @@ class _Training:
             )
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-2)
 
-    def train(self, on_images: Callable[[int], object]) -> None:
-        """Train for one epoch; `on_images` is called with the number of images of each batch."""
+    def train(self) -> None:
+        """Train for one epoch."""
         torch.manual_seed(len(self.epochs))  # Both loaders draw the same order.
         started_seconds = time.perf_counter()
         losses, num_right, num_images = [], 0, 0
@@ -155,7 +139,6 @@ class _Training:
             losses.append(loss.item())
             num_right += int((scores.argmax(1) == labels).sum())
             num_images += len(labels)
-            on_images(len(labels))
         seconds = time.perf_counter() - started_seconds
         self.epochs.append(
             {
@@ -174,50 +157,36 @@ class _Training:
 # -- images that cost as much to decode as ImageNet's ----------------------------------------------
 
 
-def _make_images(folder: Path, num_images: int, on_made: Callable[[], object]) -> int:
+def _make_images(folder: Path, num_images: int, screen: Screen) -> int:
     """Write JPEG files, a subfolder for each class, and return their size in bytes."""
+    for label in range(_NUM_CLASSES):
+        (folder / f"class-{label}").mkdir()
     num_bytes = 0
-    with ThreadPoolExecutor(num_cores()) as threads:
-        scenes = list(threads.map(_scene, range(_NUM_CLASSES)))
-        for number in range(_NUM_CLASSES):
-            (folder / f"class-{number}").mkdir()
-        for size in threads.map(partial(_save_image, folder, scenes), range(num_images)):
+    with (
+        ThreadPoolExecutor(num_cores()) as threads,
+        screen.bar("making images", num_images) as advance,
+    ):
+        for size in threads.map(partial(_save_image, folder), range(num_images)):
             num_bytes += size
-            on_made()
+            advance()
     return num_bytes
 
 
-def _scene(class_number: int) -> Any:
-    """Return a picture with gradients, edges and grain in the colours of a class; H×W×3."""
-    random = np.random.default_rng(class_number)
-    height, width = _SCENE_SIZE
-    pixels = np.empty((height, width, 3), np.float32)
-    for channel in range(3):
-        # Eight classes, eight corners of the colour cube.
-        level = 170 if class_number >> channel & 1 else 80
-        pixels[:, :, channel] = level + 20 * _field(random, 5)
-    pixels += 18 * _field(random, 50)[:, :, None]
-    for _ in range(8):
-        # Objects with sharp outlines, each of one colour.
-        pixels[_field(random, 8) > 1.5] += random.normal(scale=60, size=3)
-    pixels += 10 * _field(random, 400)[:, :, None]
-    pixels += random.normal(scale=7, size=(height, width, 1)).astype(np.float32)
-    return pixels.clip(0, 255).astype(np.uint8)
-
-
-def _field(random: np.random.Generator, num_cells: int) -> Any:
-    """Return values around 0 that change smoothly, so many times from side to side."""
-    coarse = random.normal(size=(num_cells, num_cells)).astype(np.float32)
-    size = _SCENE_SIZE[::-1]
-    return np.asarray(PIL.Image.fromarray(coarse).resize(size, PIL.Image.Resampling.BICUBIC))
-
-
-def _save_image(folder: Path, scenes: list[Any], number: int) -> int:
-    random = np.random.default_rng(_NUM_CLASSES + number)
-    scene = scenes[number % _NUM_CLASSES]
+def _save_image(folder: Path, number: int) -> int:
+    """Write clouds and grain in the colours of a class; return the size of the file in bytes."""
+    label = number % _NUM_CLASSES
+    random = np.random.default_rng(number)
     height, width = random.integers((340, 450), (420, 550))
-    top, left = random.integers((0, 0), (scene.shape[0] - height, scene.shape[1] - width))
-    part = scene[top : top + height, left : left + width, :: random.choice([-1, 1])]
-    path = folder / f"class-{number % _NUM_CLASSES}" / f"{number:05}.jpg"
-    PIL.Image.fromarray(np.ascontiguousarray(part)).save(path, quality=92, subsampling=0)
+    # Eight classes, eight corners of the colour cube.
+    colour = np.array([170.0 if label >> channel & 1 else 80.0 for channel in range(3)], np.float32)
+    pixels = 7 * random.standard_normal((height, width, 1), np.float32) + colour
+    for num_cells, contrast in ((5, 20), (50, 20)):
+        # Values that change smoothly, so many times from side to side.
+        cells = random.normal(128, contrast, (num_cells, num_cells, 3)).clip(0, 255)
+        clouds = PIL.Image.fromarray(cells.astype(np.uint8)).resize((width, height))
+        pixels += np.asarray(clouds)
+    pixels -= 2 * 128
+    path = folder / f"class-{label}" / f"{number:05}.jpg"
+    image = PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    image.save(path, quality=92, subsampling=0)
     return path.stat().st_size

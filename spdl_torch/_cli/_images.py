@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,35 +17,57 @@ from torchvision.transforms import v2
 from .. import ImageLoader, StagedDataset
 from ._parser import CommandError
 
-__all__ = ["ImageJob", "Unreadable", "images_at"]
+__all__ = ["FoundFile", "ImageJob", "images_at"]
 
 _SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Lower-case suffixes of the formats that `ImageLoader` decodes."""
-
-_NOT_REGULAR = "it is no regular file"
 
 
 # -- files ----------------------------------------------------------------------------------------
 
 
-class Unreadable(NamedTuple):
-    """A path in a folder of images that cannot be read."""
+class FoundFile(NamedTuple):
+    """A path in a folder of images."""
 
     path: str
-    reason: str
+    problem: str | None = None
+    """Why it cannot be read or decoded, if that is known."""
 
 
-def images_at(path: Path) -> Iterator[str | Unreadable]:
+def images_at(path: Path) -> Iterator[FoundFile]:
     """Return the images in a folder and its subfolders; or a single file, whatever its name."""
     if path.is_dir():
         return _images_below(_checked_folder(path))
     try:
-        is_file = stat.S_ISREG(path.stat().st_mode)
+        path.stat()
     except OSError as error:
         raise CommandError(
             f"{path}: {error.strerror}. Give an image or a folder of images."
         ) from None
-    return iter([str(path) if is_file else Unreadable(str(path), _NOT_REGULAR)])
+    return iter([_checked_file(str(path))])
+
+
+def _images_below(folder: str) -> Iterator[FoundFile]:
+    """Return the images in a folder and its subfolders, links included, one folder at a time."""
+    errors: list[OSError] = []
+    for parent, subfolders, names in os.walk(folder, onerror=errors.append, followlinks=True):
+        here = Path(parent).resolve()
+        # A link that leads back to a folder around it would never end.
+        subfolders[:] = sorted(
+            s for s in subfolders if not here.is_relative_to((here / s).resolve())
+        )
+        for name in names:
+            if name.lower().endswith(_SUFFIXES):
+                yield _checked_file(f"{parent}/{name}")
+    for error in errors:
+        yield FoundFile(error.filename, f"the folder cannot be read: {error.strerror}")
+
+
+def _checked_file(path: str) -> FoundFile:
+    # Opening a named pipe would wait for its other end. Opening a broken link is an error, which
+    # is reported then. (pathlib's functions would raise without permission to look.)
+    is_regular = os.path.isfile(path) or not os.path.exists(path)  # noqa: PTH110, PTH113
+    return FoundFile(path, None if is_regular else "it is no regular file")
 
 
 def _checked_folder(folder: Path) -> str:
@@ -56,40 +77,6 @@ def _checked_folder(folder: Path) -> str:
     except OSError as error:
         raise CommandError(f"{folder}: {error.strerror}. Give a folder of images.") from None
     return str(folder)
-
-
-def _images_below(
-    folder: str, above: tuple[tuple[int, int], ...] = ()
-) -> Iterator[str | Unreadable]:
-    """Return the images in a folder and its subfolders, links included.
-
-    Only the names of subfolders are collected, so there may be millions of files. `above` are the
-    folders around this one, to recognise a link that leads back.
-    """
-    subfolders = []
-    try:
-        found = os.stat(folder)  # noqa: PTH116 (strings all the way)
-        identity = found.st_dev, found.st_ino
-        if identity in above:
-            return
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir():
-                    subfolders.append(entry.path)
-                elif _has_image_name(entry):
-                    # Opening a named pipe would wait for its other end. Opening a broken link is
-                    # an error, which is reported then.
-                    is_regular = entry.is_file() or not os.path.exists(entry.path)  # noqa: PTH110
-                    yield entry.path if is_regular else Unreadable(entry.path, _NOT_REGULAR)
-    except OSError as error:
-        yield Unreadable(folder, f"the folder cannot be read: {error.strerror}")
-        return
-    for subfolder in sorted(subfolders):
-        yield from _images_below(subfolder, (*above, identity))
-
-
-def _has_image_name(entry: os.DirEntry[str]) -> bool:
-    return entry.name.lower().endswith(_SUFFIXES)
 
 
 # -- datasets -------------------------------------------------------------------------------------
@@ -109,9 +96,8 @@ class ImageJob:
         self.folder = _checked_folder(folder)
         self.size = size
         self.is_augmented = is_augmented
-        with os.scandir(self.folder) as entries:
-            found = [Path(e.path) for e in entries if _has_image_name(e) and e.is_file()]
-        self._files = sorted(found)
+        files = [path for path in Path(folder).iterdir() if path.is_file()]
+        self._files = sorted(str(path) for path in files if path.name.lower().endswith(_SUFFIXES))
         self._allow_empty = False
         self.num_images = len(self._files) or self._count_of_classes()
         if self.num_images == 0:
@@ -150,7 +136,7 @@ class ImageJob:
             first = [v2.Resize(self.size), v2.CenterCrop(self.size)]
         transform = v2.Compose([*first, *last])
         if self._files:
-            return _Files(self._files, load, transform)
+            return StagedDataset.from_functions(self._files, load=load, preprocess=transform)
         return self._image_folder(load, transform)
 
     def _image_folder(self, load: Any, transform: Any = None) -> Dataset[Any]:
@@ -170,7 +156,7 @@ class ImageJob:
         arguments = ", ".join(f"{name}={_quoted(v)}" for name, v in self._loader_arguments.items())
         folder = _quoted(self.folder)
         if self._files:
-            suffixes = ", ".join(sorted({_quoted(path.suffix) for path in self._files}))
+            suffixes = ", ".join(sorted({_quoted(Path(path).suffix) for path in self._files}))
             lines = [
                 "from pathlib import Path",
                 "",
@@ -193,21 +179,6 @@ class ImageJob:
             ]
         loader = f"dataset, batch_size={batch_size}, shuffle=True, num_workers={num_workers}"
         return "\n".join([*lines, f"loader = DataLoader({loader})"])
-
-
-class _Files(Dataset[Any]):
-    """Images without classes, decoded by torchvision."""
-
-    def __init__(self, paths: list[Path], load: Any, transform: Any) -> None:
-        self._paths = paths
-        self._load = load
-        self._transform = transform
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._transform(self._load(str(self._paths[index])))
 
 
 def _quoted(value: Any) -> str:

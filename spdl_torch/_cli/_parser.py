@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,22 +14,14 @@ from .._version import __version__
 
 __all__ = ["CommandError", "parsed"]
 
-_IMAGE_DEFAULTS = {"batch_size": 64, "workers": num_cores(), "size": 224, "augment": False}
-"""Defaults of the options for a folder of images.
-
-They are not given to argparse, which could not tell them from values of the user.
-"""
-
 
 class CommandError(Exception):
     """An error that is printed as one line instead of a traceback."""
 
-    def __init__(self, message: str, *, exit_code: int = 2, prefix: str | None = None) -> None:
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         """2 for wrong usage; 1 if the command could not do its work."""
-        self.prefix = prefix
-        """The beginning of the line, if it is not the name of the command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,26 +32,19 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=form, allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
-        raise CommandError(f"{message}. See {self.prog} --help.", prefix=self.prog)
+        raise CommandError(f"{message}. See {self.prog} --help.")
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of a command line; `given` names the image options among them."""
+    """Return the options of a command line; `given` has the names of those that are on it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     first = arguments[0] if arguments else ""
     # argparse would take the value behind it for the command, or miss the command.
     if first.startswith("-") and first not in {"-h", "--help", "--version"}:
         parser.error(f"unknown option {first}; options of a command follow its name")
-    options = parser.parse_args(arguments)
-    values = vars(options)
-    options.given = []
-    for name, default in _IMAGE_DEFAULTS.items():
-        if name in values and values[name] is None:
-            values[name] = default
-        elif name in values:
-            options.given.append("--" + name.replace("_", "-"))
-    return options
+    given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    return parser.parse_args(arguments, argparse.Namespace(given=given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  spdl-torch demo",
     )
     # More workers would have next to nothing to do.
-    _add_workers(demo, "threads of ours, processes of torch's", default=min(num_cores(), 8))
+    _add_workers(demo, "threads of ours, processes of torch's", min(num_cores(), 8))
     # For tests; the default is what the time limit allows.
     demo.add_argument("--images", type=_count, default=1000, help=argparse.SUPPRESS)
 
@@ -92,8 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("folder", metavar="DIR", type=Path, help="a folder of images")
     _add_image_options(bench, workers="threads of ours, processes of torch's")
-    words = "of which the median counts [3]"
-    bench.add_argument("--rounds", type=_count, default=3, metavar="N", help=words)
+    _add_number(bench, "--rounds", 3, "of which the median counts [3]")
 
     profile = commands.add_parser(
         "profile",
@@ -105,11 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         "  spdl-torch profile train:make_loader --batches 50 --trace trace.json",
     )
     profile.add_argument("target", metavar="DIR|module:factory", help="what to profile")
-    words = "how many to load [50]"
-    profile.add_argument("--batches", type=_count, default=50, metavar="N", help=words)
-    profile.add_argument("--html", type=Path, metavar="FILE", help="save a report, for a browser")
-    words = "save a timeline, for Perfetto (.json)"
-    profile.add_argument("--trace", type=Path, metavar="FILE", help=words)
+    _add_number(profile, "--batches", 50, "how many to load [50]")
+    add_file = partial(profile.add_argument, type=Path, metavar="FILE")
+    add_file("--html", help="save a report, for a browser")
+    add_file("--trace", help="save a timeline, for Perfetto (.json)")
     images = profile.add_argument_group("for a folder of images")
     _add_image_options(images, workers="threads that load")
 
@@ -122,25 +106,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     words = "a folder of images, or one image"
     check.add_argument("path", metavar="DIR|FILE", type=Path, help=words)
-    _add_workers(check, "threads that decode", default=num_cores())
+    _add_workers(check, "threads that decode", num_cores())
 
-    words = "print one JSON document and nothing else"
-    for command in (demo, bench, profile, check):
+    for command in commands.choices.values():
+        words = "print one JSON document and nothing else"
         command.add_argument("--json", action="store_true", help=words)
     return parser
 
 
 def _add_image_options(group: Any, workers: str) -> None:
-    group.add_argument("--batch-size", type=_count, metavar="N", help="images in a batch [64]")
-    _add_workers(group, workers, default=None)
-    group.add_argument("--size", type=_count, metavar="N", help="pixels of each side [224]")
+    _add_number(group, "--batch-size", 64, "images in a batch [64]")
+    _add_workers(group, workers, num_cores())
+    _add_number(group, "--size", 224, "pixels of each side [224]")
     words = "random crops, flipped at random; default: the center crop"
-    group.add_argument("--augment", action="store_true", default=None, help=words)
+    group.add_argument("--augment", action="store_true", help=words)
 
 
-def _add_workers(group: Any, what: str, default: int | None) -> None:
-    words = f"{what} [{default or num_cores()}, by the number of cores]"
-    group.add_argument("--workers", type=_count, default=default, metavar="N", help=words)
+def _add_workers(group: Any, what: str, default: int) -> None:
+    _add_number(group, "--workers", default, f"{what} [{default}, by the number of cores]")
+
+
+def _add_number(group: Any, name: str, default: int, words: str) -> None:
+    group.add_argument(name, type=_count, default=default, metavar="N", help=words)
 
 
 def _count(text: str) -> int:

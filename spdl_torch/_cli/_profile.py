@@ -6,13 +6,10 @@ import argparse
 import contextlib
 import importlib
 import inspect
-import os
 import sys
-import sysconfig
 import traceback
-from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,9 +21,8 @@ from ._screen import Screen
 
 __all__ = ["run"]
 
-_OURS = Path(__file__).parents[1]
-_TORCHS = Path(torch.__file__).parent
-_PYTHONS = Path(sysconfig.get_path("stdlib"))
+_NOT_OF_THE_USER = {"spdl_torch", "torch", *sys.stdlib_module_names}
+"""Packages whose frames are left out above the first frame of the user's code."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,9 +34,9 @@ def run(options: argparse.Namespace) -> int:
     if Path(options.target).is_dir():
         profile = _profile_of_folder(options)
     else:
+        sys.path.insert(0, "")  # As with `python -m`, but not with installed commands.
         try:
-            with _current_directory_is_importable():
-                profile = _profile_of_factory(options)
+            profile = _profile_of_factory(options)
         except CommandError:
             raise
         except Exception as error:
@@ -54,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error.strerror}", exit_code=1) from None
         screen.say(f"saved {path}")
-    screen.document({"target": options.target, "saved": saved, **profile.as_dict()})
+    screen.document(target=options.target, saved=saved, **profile.as_dict())
     return 0
 
 
@@ -82,13 +78,13 @@ def _profile_of_folder(options: argparse.Namespace) -> Profile:
 
 def _profile_of_factory(options: argparse.Namespace) -> Profile:
     target = options.target
-    module_name, name = _split(target)
-    if options.given:
+    of_folders = {"--batch-size", "--workers", "--size", "--augment"}
+    if given := [option for option in options.given if option in of_folders]:
         raise CommandError(
-            f"{', '.join(options.given)}: for a folder of images only. Pass these to the "
-            f"DataLoader in {target}."
+            f"{', '.join(given)}: for a folder of images only. Pass these to the DataLoader in "
+            f"{target}."
         )
-    with _made(target, _imported(module_name, name)) as loader:
+    with _made(target, _imported(target)) as loader:
         profile = loader.profile(num_batches=options.batches)
     if profile.stats.loop.num_batches == 0:
         raise CommandError(
@@ -98,29 +94,24 @@ def _profile_of_factory(options: argparse.Namespace) -> Profile:
     return profile
 
 
-def _split(target: str) -> tuple[str, str]:
+def _imported(target: str) -> Any:
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py") and name:
-        module = ".".join(Path(module_name).with_suffix("").parts)
-        raise CommandError(f"{target} names a file. Did you mean {module}:{name}?")
+        meant = ".".join(Path(module_name).with_suffix("").parts)
+        raise CommandError(f"{target} names a file. Did you mean {meant}:{name}?")
     if not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
         raise CommandError(
             f"{target} is neither a folder nor a function. Give a folder of images, or a function "
             "that returns a DataLoader, such as train:make_loader."
         )
-    return module_name, name
-
-
-def _imported(module_name: str, name: str) -> Any:
     try:
-        found: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise CommandError(f"cannot import {module_name}: {error}") from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise CommandError(f"{module_name} has no {name}. Name a function in it.")
-        found = getattr(found, part)
-    return found
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        raise CommandError(f"{module_name} has no {name}. Name a function in it.") from None
 
 
 def _made(target: str, factory: Any) -> DataLoader[Any]:
@@ -152,34 +143,14 @@ def _made(target: str, factory: Any) -> DataLoader[Any]:
     )
 
 
-@contextlib.contextmanager
-def _current_directory_is_importable() -> Iterator[None]:
-    # As it is for `python -m`, but not for installed commands.
-    directory = os.getcwd()  # noqa: PTH109 (a string is what sys.path has)
-    sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        sys.path.remove(directory)
-
-
-# -- its exceptions --------------------------------------------------------------------------------
-
-
 def _print_from_users_code(error: Exception) -> None:
     """Print an exception on stderr, without the frames above the user's first one."""
     where = error.__traceback__
-    while where is not None and not _is_users(where):
+    while where is not None:
+        package = where.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _NOT_OF_THE_USER:
+            break
         where = where.tb_next
     if where is None and not isinstance(error, SyntaxError):  # That one names its file itself.
         where = error.__traceback__  # No frame is in the user's code.
     traceback.print_exception(type(error), error, where, file=sys.stderr)
-
-
-def _is_users(where: TracebackType) -> bool:
-    name = where.tb_frame.f_code.co_filename
-    path = Path(name)
-    if name.startswith("<frozen ") or path.is_relative_to(_OURS) or path.is_relative_to(_TORCHS):
-        return False
-    # Without a virtual environment, installed packages are below the standard library too.
-    return not path.is_relative_to(_PYTHONS) or "site-packages" in path.parts

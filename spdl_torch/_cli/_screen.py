@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from .._text import finite
 
-__all__ = ["Advance", "Screen", "counted", "print_error", "printable"]
-
-Advance: TypeAlias = Callable[..., None]
-"""Moves a progress bar: `advance(amount=1, text=None)`."""
+__all__ = ["Screen", "counted", "print_on_stderr", "printable", "table_of"]
 
 
 class Screen:
@@ -32,9 +29,6 @@ class Screen:
         self._is_json = as_json
         # With --json nothing is printed but the document, which contains all of it.
         self._words = Console(highlight=False, quiet=as_json)
-        self._remarks = self._words
-        if not sys.stdout.isatty():
-            self._remarks = Console(stderr=True, highlight=False, quiet=as_json)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print lines as they are: not wrapped, no markup."""
@@ -42,48 +36,45 @@ class Screen:
 
     def remark(self, text: str, style: str | None = None) -> None:
         """Print a line for the person at the terminal, which is not part of redirected output."""
-        self._remarks.print(text, style=style, markup=False, soft_wrap=True)
+        if sys.stdout.isatty():
+            self.say(text, style)
+        elif not self._is_json:
+            print_on_stderr(text, style)
 
-    def show(self, table: RenderableType) -> None:
+    def show(self, table: Table) -> None:
         self._words.print(table)
 
-    def document(self, content: dict[str, Any]) -> None:
+    def document(self, **content: Any) -> None:
         """Print the result as JSON, if that was asked for."""
         if self._is_json:
             text = json.dumps(finite(content), indent=2, default=str)
             Console(highlight=False).out(text, highlight=False)
 
+    def step(self, text: str) -> None:
+        """Tell a person at the terminal what is being measured now.
+
+        A bar would be drawn by a thread, which disturbs a measurement and is forked with workers.
+        """
+        if self._words.is_terminal:
+            self.say(text, style="dim")
+
     @contextmanager
-    def bar(
-        self, text: str, total: int | None = None, unit: str = "", *, interval_seconds: float = 0.1
-    ) -> Iterator[Advance]:
-        """Show a progress bar until the block ends, drawn at most once in an interval."""
+    def bar(self, text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+        """Show a progress bar until the block ends; call the function to advance it, by 1 or so."""
         # A bar on the console of the words moves down when words are printed.
         shares_console = not self._is_json and self._words.is_terminal
         console = self._words if shares_console else Console(stderr=True)
-        # A thread that draws would disturb what is measured, and be forked with the workers.
-        with Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(unit, markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-            disable=not console.is_terminal,
-        ) as progress:
-            task = progress.add_task(text, total=total)
-            drawn_seconds = -math.inf
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            yield partial(progress.advance, progress.add_task(text, total=total))
 
-            def advance(amount: int = 1, text: str | None = None) -> None:
-                nonlocal drawn_seconds
-                progress.update(task, advance=amount, description=text)
-                if time.monotonic() - drawn_seconds > interval_seconds:
-                    drawn_seconds = time.monotonic()
-                    progress.refresh()
 
-            yield advance
+def table_of(first: str, *others: str) -> Table:
+    """Return a table with a column of names, which may be wrapped, and columns of figures."""
+    table = Table()
+    table.add_column(first)
+    for head in others:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
 
 
 def counted(number: int, noun: str) -> str:
@@ -91,10 +82,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def print_error(message: str) -> None:
+def print_on_stderr(text: str, style: str | None) -> None:
     """Print one line on stderr."""
     console = Console(stderr=True, highlight=False)
-    console.print(printable(message), style="red", markup=False, soft_wrap=True)
+    console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:

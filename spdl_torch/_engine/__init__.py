@@ -26,7 +26,7 @@ What makes this right, in one place:
 
 from ._async_stage import AsyncStage
 from ._batch import PendingBatch, check_count
-from ._clock import EpochClock, Recorder, Span, StageStats
+from ._clock import EpochClock, LoopStats, Recorder, Span, StageStats
 from ._executor_stage import ExecutorStage
 from ._in_flight import InFlight
 from ._iterable_stage import IterableStage
@@ -42,6 +42,7 @@ __all__ = [
     "ExecutorStage",
     "InFlight",
     "IterableStage",
+    "LoopStats",
     "NotInTime",
     "OnSampleError",
     "PendingBatch",

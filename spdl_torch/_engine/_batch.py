@@ -86,27 +86,6 @@ class PendingBatch:
     batch is finished exactly once.
     """
 
-    __slots__ = (
-        "_failed_slot",
-        "_lock",
-        "_num_unsettled",
-        "drawn",
-        "earlier_indices",
-        "epoch",
-        "error",
-        "indices",
-        "is_exhausted",
-        "is_finished",
-        "locate",
-        "number",
-        "original_indices",
-        "output",
-        "position",
-        "slots",
-        "substitutes",
-        "turn",
-    )
-
     def __init__(self, epoch: Epoch, number: int, drawn: Any, indices: list[Any]) -> None:
         self.epoch = epoch
         self.number = number
@@ -135,14 +114,6 @@ class PendingBatch:
         self._num_unsettled = len(indices)
         self._failed_slot = len(indices)
         self._lock = threading.Lock()
-
-    @property
-    def epoch_id(self) -> int:
-        return self.epoch.id
-
-    def pause(self, seconds: float) -> bool:
-        """Sleep in a worker; return True, and sooner, if the epoch is closed."""
-        return self.epoch.pause(seconds)
 
     def settle(self, num_slots: int) -> bool:
         """Settle some slots; return True to the one caller that settles the last."""

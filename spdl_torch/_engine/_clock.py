@@ -14,23 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
-__all__ = [
-    "SPAN_SECONDS",
-    "ConsumerClock",
-    "ConsumerReading",
-    "EpochClock",
-    "EpochReading",
-    "FutureClock",
-    "Recorder",
-    "Span",
-    "StageClock",
-    "StageStats",
-    "TaskClock",
-    "ThreadStageClock",
-    "WorkerClock",
-]
+from ._batch import Epoch
 
 SPAN_SECONDS: Final = 0.0002
 """Samples that take longer are timed one by one. Cheaper ones are timed together, batch by batch:
@@ -43,10 +29,8 @@ _QUEUE_READ_SECONDS: Final = 0.05
 """How often a thread reads how long it waited for a core, which takes some ten microseconds."""
 
 _NUM_PER_OCTAVE: Final = 8
-_NUM_BELOW_A_SECOND: Final = 24 * _NUM_PER_OCTAVE
-_NUM_BUCKETS: Final = _NUM_BELOW_A_SECOND + 16 * _NUM_PER_OCTAVE
-"""Buckets of a histogram from 60 nanoseconds to some hours, each nine percent wider than the one
-before."""
+"""How many buckets of a histogram there are up to twice the time: each is nine percent wider than
+the one before."""
 
 _MIDDLE_OF_BUCKET: Final = 2 ** (-0.5 / _NUM_PER_OCTAVE)
 
@@ -69,9 +53,9 @@ class StageStats:
 
     __module__ = "spdl_torch"
 
-    name: str
-    """`load`, `preprocess`, `collate` or `transfer`; `iterate` for iterable datasets. A dataset
-    that is not split into stages does all its work in `preprocess`."""
+    name: Literal["load", "preprocess", "iterate", "collate", "transfer"]
+    """`iterate` is for iterable datasets. A dataset that is not split into stages does all its work
+    in `preprocess`."""
     width: int | None
     """How many samples it can work on at a time; None if its executor does not say. `collate` is
     done by the workers of the stage before it."""
@@ -139,6 +123,44 @@ class StageStats:
         return 0.0
 
 
+@dataclass(frozen=True)
+class LoopStats:
+    """The training loop during an epoch.
+
+    Examples:
+        >>> loop = LoopStats(101, 12.0, first_wait_seconds=2.0, step_seconds=40.0, wake_seconds=0.0)
+        >>> loop.waited_share, loop.batches_per_second
+        (0.2, 2.0)
+
+    """
+
+    __module__ = "spdl_torch"
+
+    num_batches: int
+    """Batches that the loop has received."""
+    waited_seconds: float
+    """Time spent in `next()`: what the loader costs the loop."""
+    first_wait_seconds: float
+    """The part of `waited_seconds` before the first batch."""
+    step_seconds: float
+    """Time spent between two calls of `next()`. A step counts when it is done."""
+    wake_seconds: float
+    """Mean time from a batch being ready to the waiting loop continuing. Near five milliseconds
+    (Python's switch interval) or more: other threads hold the GIL."""
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the epoch spent waiting, after the first batch."""
+        waited = self.waited_seconds - self.first_wait_seconds
+        return _ratio(waited, waited + self.step_seconds)
+
+    @property
+    def batches_per_second(self) -> float:
+        """Throughput after the first batch."""
+        seconds = self.waited_seconds - self.first_wait_seconds + self.step_seconds
+        return _ratio(max(self.num_batches - 1, 0), seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One stretch of work of one worker, in the timeline of a `Profile`.
@@ -172,23 +194,20 @@ Recorder = Callable[[Span], None]
 class Counter:
     """What one worker did for one stage. The sum of several workers is one, too."""
 
-    __slots__ = ("busy_seconds", "counts", "cpu_seconds", "num_samples", "queued_seconds")
-
     def __init__(self) -> None:
         self.num_samples = 0
         self.busy_seconds = 0.0
         self.cpu_seconds = 0.0
         self.queued_seconds = 0.0
-        self.counts = [0] * _NUM_BUCKETS
+        self.buckets: dict[int, int] = {}
 
     def add(self, num_samples: int, seconds: float) -> None:
         """Count samples that took so long together."""
         self.busy_seconds += seconds
         if num_samples > 0:
             self.num_samples += num_samples
-            each = seconds / num_samples
-            bucket = ceil(log2(each) * _NUM_PER_OCTAVE) + _NUM_BELOW_A_SECOND if each > 6e-8 else 0
-            self.counts[min(bucket, _NUM_BUCKETS - 1)] += num_samples
+            bucket = ceil(log2(max(seconds / num_samples, 6e-8)) * _NUM_PER_OCTAVE)
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + num_samples
 
     def combine(self, other: Counter, sign: int = 1) -> None:
         """Add another counter to this one, or subtract it."""
@@ -196,13 +215,14 @@ class Counter:
         self.busy_seconds += sign * other.busy_seconds
         self.cpu_seconds += sign * other.cpu_seconds
         self.queued_seconds += sign * other.queued_seconds
-        self.counts = [a + sign * b for a, b in zip(self.counts, other.counts, strict=True)]
+        for bucket, count in other.buckets.copy().items():
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + sign * count
 
     def histogram(self) -> tuple[tuple[float, int], ...]:
-        filled = [bucket for bucket, count in enumerate(self.counts) if count > 0]
+        filled = sorted(bucket for bucket, count in self.buckets.items() if count > 0)
         buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
         return tuple(
-            (float(2.0 ** ((bucket - _NUM_BELOW_A_SECOND) / _NUM_PER_OCTAVE)), self.counts[bucket])
+            (float(2.0 ** (bucket / _NUM_PER_OCTAVE)), self.buckets.get(bucket, 0))
             for bucket in buckets
         )
 
@@ -232,19 +252,6 @@ class StageClock(Protocol):
 class WorkerClock:
     """One worker thread: working on samples, on a batch, or idle."""
 
-    __slots__ = (
-        "_cpu_at",
-        "_cpu_read",
-        "_queued_at",
-        "_queued_read",
-        "at",
-        "batches",
-        "current",
-        "recorder",
-        "samples",
-        "worker",
-    )
-
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.samples = Counter()
@@ -273,12 +280,8 @@ class WorkerClock:
     def lap(self, stage: str, batch: int, num_samples: int, index: Any = None) -> float:
         """Count what was done since the last call, and begin to work on samples; return the time.
 
-        Args:
-            stage: what was done.
-            batch: the number of the batch it was done for.
-            num_samples: how many samples were finished; batches, if a batch was collated.
-            index: of the sample, if it was one.
-
+        `num_samples` were finished since then, or batches if `current` is `batches`; `index` is
+        that of the sample, if it was one.
         """
         now = time.monotonic()
         counter = self.current
@@ -340,16 +343,43 @@ class ThreadStageClock:
 # -- other workers --------------------------------------------------------------------------------
 
 
-class TaskClock:
+class _SharedClock:
+    """A stage whose workers have no threads of ours, with one counter for all of them."""
+
+    def __init__(self, name: str, width: int | None, workers: Literal["async", "executor"]) -> None:
+        self._name = name
+        self._width = width
+        self._workers: Literal["async", "executor"] = workers
+        self._counter = Counter()
+        self._num_in_flight = 0
+        self._recorder: Recorder | None = None
+
+    def read(self, now: float) -> list[Reading]:
+        total = Counter()
+        total.combine(self._counter)
+        total.busy_seconds += self._uncounted_seconds(now)
+        return [Reading(self._name, self._width, total, self._num_in_flight, self._workers)]
+
+    def record_spans(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def _uncounted_seconds(self, now: float) -> float:  # noqa: ARG002 (for those that know it)
+        return 0.0
+
+    def _record(
+        self, since: float, seconds: float, batch: int, num_samples: int, index: Any = None
+    ) -> None:
+        if self._recorder is not None:
+            name, text = self._name, _text_of(index)
+            self._recorder(Span(name, name, since, seconds, batch, num_samples, text))
+
+
+class TaskClock(_SharedClock):
     """Many calls in flight on the event loop of one thread, which alone writes this."""
 
     def __init__(self, name: str, width: int) -> None:
-        self._name = name
-        self._width = width
-        self._counter = Counter()
-        self._num_in_flight = 0
+        super().__init__(name, width, "async")
         self._at = self._cpu_at = self._cpu_read = 0.0
-        self._recorder: Recorder | None = None
 
     def start(self) -> None:
         self._cpu_at = time.thread_time()
@@ -375,36 +405,23 @@ class TaskClock:
         busy_seconds = counter.busy_seconds
         counter.add(num_samples, now - since)
         counter.busy_seconds = busy_seconds  # The time of all calls in flight is counted together.
-        if self._recorder is not None:
-            name, text = self._name, _text_of(index)
-            self._recorder(Span(name, name, since, now - since, batch, num_samples, text))
+        self._record(since, now - since, batch, num_samples, index)
 
     def _advance(self, now: float) -> None:
-        self._counter.busy_seconds += self._num_in_flight * (now - self._at)
+        self._counter.busy_seconds += self._uncounted_seconds(now)
         self._at = now
 
-    def read(self, now: float) -> list[Reading]:
-        total = Counter()
-        at, num_in_flight = self._at, self._num_in_flight
-        total.combine(self._counter)
-        total.busy_seconds += num_in_flight * max(0.0, now - at)
-        return [Reading(self._name, self._width, total, num_in_flight, "async")]
-
-    def record_spans(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def _uncounted_seconds(self, now: float) -> float:
+        return self._num_in_flight * max(0.0, now - self._at)
 
 
-class FutureClock:
+class FutureClock(_SharedClock):
     """Samples in an executor's workers, which say how long they took. Any thread may write."""
 
     def __init__(self, name: str, width: int | None) -> None:
-        self._name = name
-        self._width = width
-        self._counter = Counter()
+        super().__init__(name, width, "executor")
         # Reentrant: a garbage collection may run a task's callback in the thread that holds it.
         self._lock = threading.RLock()
-        self._num_in_flight = 0
-        self._recorder: Recorder | None = None
 
     def count_in_flight(self, num_samples: int) -> None:
         """Count samples as in flight, or with a negative number as back."""
@@ -415,33 +432,10 @@ class FutureClock:
         with self._lock:
             self._counter.add(num_samples, seconds)
             self._counter.cpu_seconds += cpu_seconds
-        if self._recorder is not None:
-            name, started = self._name, time.monotonic() - seconds
-            self._recorder(Span(name, name, started, seconds, batch, num_samples, None))
-
-    def read(self, now: float) -> list[Reading]:  # noqa: ARG002 (work under way is not known)
-        total = Counter()
-        with self._lock:
-            total.combine(self._counter)
-            return [Reading(self._name, self._width, total, self._num_in_flight, "executor")]
-
-    def record_spans(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self._record(time.monotonic() - seconds, seconds, batch, num_samples)
 
 
 # -- the consumer ---------------------------------------------------------------------------------
-
-
-class ConsumerReading(NamedTuple):
-    """What the training loop did until some moment."""
-
-    num_batches: int
-    num_bytes: int
-    waited_seconds: float
-    first_wait_seconds: float
-    step_seconds: float
-    wake_seconds: float
-    """From a worker's wake-up to the consumer going on, on average."""
 
 
 class ConsumerClock:
@@ -497,17 +491,16 @@ class ConsumerClock:
         has_left = now - self._at > max(1.0, 10 * step_seconds)
         return self._at + step_seconds if has_left else now
 
-    def read(self, now: float) -> ConsumerReading:
+    def read(self, now: float) -> LoopStats:
         # A step counts when it is done: the loop may be in one, or may have been left.
         is_waiting = self.started_at is not None and self._is_waiting
         seconds = max(0.0, now - self._at) if is_waiting else 0.0
-        return ConsumerReading(
+        return LoopStats(
             self.num_batches,
-            self.num_bytes,
             self.waited_seconds + seconds,
             self.first_wait_seconds + (seconds if self.num_batches == 0 else 0.0),
             self.step_seconds,
-            self.wake_seconds / self.num_wakeups if self.num_wakeups else 0.0,
+            _ratio(self.wake_seconds, self.num_wakeups),
         )
 
     def _record(self, what: str, now: float, batch: int) -> None:
@@ -524,17 +517,10 @@ class EpochReading(NamedTuple):
     elapsed_seconds: float
     cpu_seconds: float
     """Of the whole process."""
-    consumer: ConsumerReading
+    num_bytes: int
+    """Of the batches that the loop has received."""
+    loop: LoopStats
     stages: tuple[StageStats, ...]
-
-
-# Functions of the module, because a loader that has a clock can be pickled.
-def _none_ready() -> int:
-    return 0
-
-
-def _not_closed() -> None:
-    return None
 
 
 class EpochClock:
@@ -549,16 +535,16 @@ class EpochClock:
         stages: Sequence[StageClock] = (),
         *,
         window: int = 0,
-        num_ready: Callable[[], int] = _none_ready,
-        closed_at: Callable[[], float | None] = _not_closed,
+        epoch: Epoch | None = None,
     ) -> None:
         self.consumer = ConsumerClock()
         self.kind = kind
         self.window = window
         """How many batches may be in flight."""
         self._stages = stages
-        self._num_ready = num_ready
-        self._closed_at = closed_at
+        self._epoch = epoch
+        self.count_ready: Callable[[], Callable[[], int] | None] = _no_window
+        """A weak reference to a function that returns how many batches wait for the consumer."""
         self._cpu_at = 0.0
         self._at_start: list[Reading] = []
         self._last: EpochReading | None = None
@@ -576,11 +562,12 @@ class EpochClock:
 
     @property
     def is_running(self) -> bool:
-        return self._last is None and self._closed_at() is None
+        return self._last is None and (self._epoch is None or not self._epoch.is_closed)
 
     @property
     def num_ready(self) -> int:
-        return self._num_ready() if self.is_running else 0
+        count_ready = self.count_ready()
+        return count_ready() if count_ready is not None and self.is_running else 0
 
     def record_spans(self, recorder: Recorder) -> None:
         self.consumer.recorder = recorder
@@ -590,13 +577,14 @@ class EpochClock:
     def read(self) -> EpochReading:
         if self._last is not None:
             return self._last
-        now = self._closed_at() or time.monotonic()
+        closed_at = None if self._epoch is None else self._epoch.closed_at
+        now = time.monotonic() if closed_at is None else closed_at
         return self._read(self.consumer.last_seen(now), is_over=not self.is_running)
 
     def _read(self, now: float, *, is_over: bool) -> EpochReading:
-        consumer = self.consumer.read(now)
+        num_bytes, loop = self.consumer.num_bytes, self.consumer.read(now)
         if self.consumer.started_at is None:
-            return EpochReading(0.0, 0.0, consumer, ())
+            return EpochReading(0.0, 0.0, num_bytes, loop, ())
         elapsed_seconds = max(0.0, now - self.consumer.started_at)
         stages = []
         for reading, earlier in zip(self._read_stages(now), self._at_start, strict=True):
@@ -604,7 +592,7 @@ class EpochClock:
             counter.combine(earlier.counter, -1)
             stages.append(
                 StageStats(
-                    reading.name,
+                    cast(Any, reading.name),  # The engine itself takes any name.
                     reading.width,
                     elapsed_seconds,
                     counter.num_samples,
@@ -617,10 +605,14 @@ class EpochClock:
                 )
             )
         cpu_seconds = time.process_time() - self._cpu_at
-        return EpochReading(elapsed_seconds, cpu_seconds, consumer, tuple(stages))
+        return EpochReading(elapsed_seconds, cpu_seconds, num_bytes, loop, tuple(stages))
 
     def _read_stages(self, now: float) -> list[Reading]:
         return [reading for stage in self._stages for reading in stage.read(now)]
+
+
+def _no_window() -> None:
+    """Stand for the weak reference to a window that there is not."""
 
 
 def _seconds_in_queue() -> float:

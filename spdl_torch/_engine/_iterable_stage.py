@@ -99,9 +99,8 @@ class _IterableWorker:
 
     def dismiss_worker(self, worker_id: int) -> None:
         self._draw = None
-        tools = self.tools.pop(worker_id, None)
-        if tools is not None:
-            tools[-1].leave()
+        if (tools := self.tools.pop(worker_id, None)) is not None:
+            tools[-1].task_context = contextlib.nullcontext()  # It may refer to its cursor.
 
     def work(self, task: PendingBatch, tools: _Tools) -> None:
         if task.epoch.is_closed:

@@ -106,10 +106,6 @@ class WorkerCursor:
         self.collate_context: AbstractContextManager[Any] | None = None
         """Entered for each batch that is made of samples, if there is one."""
 
-    def leave(self) -> None:
-        """Drop the contexts of a worker that has ended; they may refer to this object."""
-        self.task_context = contextlib.nullcontext()
-
 
 class Pace:
     """How long a sample takes, on average over the last ones."""
@@ -191,20 +187,11 @@ The cursor always tells what the worker is working on."""
 class ThreadStage(Stage):
     """A stage whose workers are threads.
 
-    Args:
-        name: of the stage, in statistics and messages.
-        worker_ids: one for each thread.
-        set_up: returns a worker's operation (None if the stage only collates) and its collate
-            function (None if another stage collates).
-        is_first: whether the operation takes indices; otherwise what is in the slots.
-        only_collates: whether there is no operation on samples.
-        takes_whole_batch: whether the operation takes what the sampler drew for a whole batch.
-        next_stage: works on the samples next; None if they are finished.
-        collate_stage: makes the batches; None if this stage does.
-        transfer_stage: takes over the collated batches; None if the consumer does.
-        on_sample_error: may replace a sample that failed.
-        is_watched: time each sample, for the message of a timeout.
-
+    `set_up` returns a worker's operation on a sample (None with `only_collates`) and its collate
+    function (None if there is another `collate_stage`). The operation takes indices in the first
+    stage, and what is in the slots in a later one. Samples go to the `next_stage`, batches to the
+    `transfer_stage`, if there is one. `on_sample_error` may replace a sample that failed. If
+    `is_watched`, each sample is timed for the message of a timeout.
     """
 
     def __init__(
@@ -307,9 +294,9 @@ class ThreadStage(Stage):
         return _Tools(operation, collate, self._clocks[worker_id], cursor)
 
     def dismiss_worker(self, worker_id: int) -> None:
-        tools = self.tools.pop(worker_id, None)
-        if tools is not None:
-            tools.cursor.leave()
+        # The context of a worker may refer to its cursor, which would be a reference cycle.
+        if (tools := self.tools.pop(worker_id, None)) is not None:
+            tools.cursor.task_context = _no_context
 
     def in_flight(self) -> list[InFlight]:
         """Return what the workers are doing; approximately, since they do not stop for it."""

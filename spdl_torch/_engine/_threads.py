@@ -280,7 +280,7 @@ class Lifetime:
             raise
         if self.is_closed:
             # By another thread, which could not join what had not been started.
-            self._join(_GRACE_SECONDS)
+            self.join(_GRACE_SECONDS)
 
     def request_stop(self) -> None:
         """Let the threads end, and start no more. Waits for nothing."""
@@ -294,7 +294,7 @@ class Lifetime:
         """End the threads and wait for them; warn about those that are stuck in the user's code."""
         # Stop before join: a worker may wait for a task, and only the request wakes it.
         self.request_stop()
-        if stuck := self._join(_GRACE_SECONDS):
+        if stuck := self.join(_GRACE_SECONDS):
             warnings.warn(
                 f"{len(stuck)} worker thread(s) are still inside the dataset's code, or the "
                 f"executor's, after {_GRACE_SECONDS:g} s ({', '.join(stuck[:4])}). Each ends when "
@@ -306,21 +306,14 @@ class Lifetime:
     def close_quickly(self) -> None:
         """End the threads, but wait only for a moment: they end when the user's code returns."""
         self.request_stop()
-        self._join(_FINALISER_GRACE_SECONDS)
+        self.join(_FINALISER_GRACE_SECONDS)
 
     def close_with(self, holder: Any) -> None:
         """Close when the holder is garbage-collected."""
         # At the exit of the interpreter `_close_all` does it.
         weakref.finalize(holder, self.close_quickly).atexit = False
 
-    def join_until(self, deadline: float) -> None:
-        self._join(deadline - time.monotonic())
-
-    @property
-    def has_ended(self) -> bool:
-        return self.is_closed and not any(thread.is_alive() for thread in self.threads)
-
-    def _join(self, grace_seconds: float) -> list[str]:
+    def join(self, grace_seconds: float) -> list[str]:
         """Wait for the threads; return the names of those that did not end in time."""
         if os.getpid() != self._process_id:
             return []  # A forked child has none of its parent's threads.
@@ -347,9 +340,6 @@ _started: set[Lifetime] = set()
 
 def _close_at_exit(lifetime: Lifetime) -> None:
     _register_exit()
-    for other in _started.copy():
-        if other.has_ended:
-            _started.discard(other)
     _started.add(lifetime)
 
 
@@ -365,7 +355,7 @@ def _close_all() -> None:
         lifetime.request_stop()
     deadline = time.monotonic() + _GRACE_SECONDS
     for lifetime in lifetimes:
-        lifetime.join_until(deadline)
+        lifetime.join(deadline - time.monotonic())
 
 
 # A forked child has none of these threads.

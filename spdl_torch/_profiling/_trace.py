@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._engine import Span
 
@@ -15,31 +14,13 @@ _ORDER = ("step", "load", "iterate", "preprocess", "collate", "transfer")
 """The loop comes first: the other lanes explain why it waits."""
 
 
-@dataclass
-class Lane:
-    """Spans that can be drawn on one line: one after the other, or one within another."""
+class Lane(NamedTuple):
+    """Spans that can be drawn on one line, one after the other."""
 
     name: str
     stage: str
     """The stage of the worker; `step` for the training loop."""
-    spans: list[Span] = field(default_factory=list)
-    """Sorted by their start."""
-    _open: list[Span] = field(default_factory=list)
-    """Spans that have not ended, each within the one before it."""
-
-    def add(self, span: Span) -> bool:
-        """Add a span if it fits on this lane. Spans must come in the order of their start."""
-        started, ended = _microseconds(span)
-        while self._open and _microseconds(self._open[-1])[1] <= started:
-            self._open.pop()
-        if self._open:
-            around = self._open[-1]
-            # Collate may be a part of preprocess. A load within a load is another sample's.
-            if around.stage == span.stage or _microseconds(around)[1] < ended:
-                return False
-        self._open.append(span)
-        self.spans.append(span)
-        return True
+    spans: list[Span]
 
 
 def lanes(spans: Sequence[Span]) -> list[Lane]:
@@ -47,20 +28,21 @@ def lanes(spans: Sequence[Span]) -> list[Lane]:
 
     The calls of an `async def load` overlap: they all belong to one worker, the event loop.
     """
-    by_worker: dict[str, list[Span]] = {}
-    for span in sorted(spans, key=lambda span: (span.started_seconds, -span.seconds)):
-        by_worker.setdefault(span.worker, []).append(span)
-    found: list[Lane] = []
-    for worker, own in by_worker.items():
-        stage = min(("step" if span.stage == "wait" else span.stage for span in own), key=_place)
-        of_worker: list[Lane] = []
-        for span in own:
-            if not any(lane.add(span) for lane in of_worker):
-                of_worker.append(Lane(f"{worker} ({len(of_worker) + 1})", stage))
-                of_worker[-1].add(span)
-        if len(of_worker) == 1:
-            of_worker[0].name = worker
-        found += of_worker
+    by_worker: dict[str, list[list[Span]]] = {}
+    for span in sorted(spans, key=lambda span: span.started_seconds):
+        rows = by_worker.setdefault(span.worker, [])
+        started, _ = _microseconds(span)
+        row = next((row for row in rows if _microseconds(row[-1])[1] <= started), None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    found = []
+    for worker, rows in by_worker.items():
+        stages = {span.stage for row in rows for span in row}
+        stage = "step" if "wait" in stages else min(stages, key=_place)
+        for number, row in enumerate(rows, 1):
+            found.append(Lane(f"{worker} ({number})" if len(rows) > 1 else worker, stage, row))
     return sorted(found, key=lambda lane: (_place(lane.stage), _natural(lane.name)))
 
 

@@ -95,7 +95,6 @@ class WorkerSetup:
         self.shared_seed = shared_seed
         self.transfer = transfer
         self._base_seed = base_seed
-        self._drop_last = settings.drop_last
         self._shard = shard if settings.is_datapipe else None
         # An iterator's state is often in the dataset, and a datapipe's shard always is: those are
         # copied for each worker, as they are for worker processes.
@@ -226,9 +225,7 @@ class WorkerSetup:
                     dataset, torch.Generator().manual_seed(self.shared_seed)
                 )
         progress = self._iterable_progress
-        reader = progress.open(
-            dataset, worker_id, batched=self.batched, drop_last=self._drop_last, count=count
-        )
+        reader = progress.open(dataset, worker_id, count)
 
         def draw(batch: PendingBatch) -> Any:
             try:

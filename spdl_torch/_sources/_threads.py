@@ -89,7 +89,7 @@ class ThreadSource:
         self._dataset = self._epoch.dataset
         self._timeout_seconds = settings.timeout or None
         # Before the dataset is copied for the workers.
-        progress.restore_dataset(self._dataset, has_begun=True)
+        progress.restore_dataset(self._dataset)
         self._worker_setup = WorkerSetup(
             settings,
             progress,
@@ -101,7 +101,7 @@ class ThreadSource:
             pin_device=self._epoch.pin_device,
         )
         if isinstance(progress, IterableProgress):
-            progress.warn_of_skipping()
+            progress.num_to_read_again()  # With a warning, if there are any.
         self._pipeline = _make_pipeline(settings, self._worker_setup)
         self._epoch.draw_again(settings)
 

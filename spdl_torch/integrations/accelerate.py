@@ -181,8 +181,8 @@ class _Prepared(DataLoaderAdapter):  # type: ignore[misc]
     def _update_state_dict(self) -> None:
         self._has_begun = True
         self._iteration_of_state = self.iteration + self.end_of_dataloader
-        # A state at the end of an epoch fixes the RNG draws of the next one. So it is taken only
-        # when it is saved: the user may seed the RNGs before the next epoch.
+        # A state at the end of an epoch has the loader's own generator. So it is taken only when it
+        # is saved: the user may seed the RNGs before the next epoch.
         self._state = None if self.end_of_dataloader else self.base_dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:

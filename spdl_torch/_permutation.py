@@ -14,8 +14,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Positions", "key_of", "permutation", "uniform"]
-
 Positions: TypeAlias = NDArray[np.int64]
 
 _SHUFFLED_SIZE: Final = 1 << 16

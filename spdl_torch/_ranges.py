@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Ranges"]
-
 
 class Ranges:
     """A set of integers from 0 up, stored as sorted pairs (start, stop) with gaps between them."""

@@ -18,8 +18,6 @@ from torch.utils.data import DistributedSampler
 from ._permutation import Positions, key_of, permutation, uniform
 from ._ranges import Ranges
 
-__all__ = ["DistributedDeterministicSampler", "DistributedRandomSampler", "GlobalSampler", "Tail"]
-
 Tail: TypeAlias = Literal["drop", "pad", "keep"]
 
 _FIRST_CHUNK: Final = 256

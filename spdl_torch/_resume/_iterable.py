@@ -14,8 +14,6 @@ from .._settings import LoaderSettings
 from ._progress import EpochProgress, warn_caller
 from ._state import Bookmark, IterableState, is_stateful, state_of
 
-__all__ = ["IterableProgress", "Reader", "SampleCount"]
-
 
 @dataclass
 class SampleCount:

@@ -15,8 +15,6 @@ from ._orders import order_of
 from ._progress import EpochProgress, warn_caller
 from ._state import MapState, is_stateful, state_of
 
-__all__ = ["LOAD", "PREPROCESS", "MapProgress", "key_for"]
-
 LOAD: Final = 1
 """Ends the keys of the load stage."""
 PREPROCESS: Final = 0

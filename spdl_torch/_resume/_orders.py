@@ -18,8 +18,6 @@ from .._ranges import Ranges
 from .._sampler import GlobalSampler
 from ._state import State, is_stateful, state_of
 
-__all__ = ["Order", "order_of", "sampler_layers", "set_sampler_epoch"]
-
 
 @dataclass
 class SamplerState(State):

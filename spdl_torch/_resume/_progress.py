@@ -10,8 +10,6 @@ from .._permutation import key_of
 from .._settings import LoaderSettings
 from ._state import EpochState
 
-__all__ = ["EpochProgress", "warn_caller"]
-
 _WORKERS: Final = 1  # Keeps the seeds of workers apart from those of orders.
 _ORDER: Final = 2
 

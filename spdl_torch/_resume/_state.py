@@ -13,17 +13,6 @@ import torch
 
 from .._ranges import Ranges
 
-__all__ = [
-    "Bookmark",
-    "EpochState",
-    "IterableState",
-    "MapState",
-    "State",
-    "is_stateful",
-    "read",
-    "state_of",
-]
-
 FORMAT: Final = 1
 """The format of a state. Raise it only if an older version would misread a newer state."""
 

@@ -198,20 +198,13 @@ def test_code_of_a_page_runs(page, setting, capsys):
 PUBLIC = {name: getattr(spdl_torch, name) for name in spdl_torch.__all__ if name != "__version__"}
 CLASSES = {name for name, value in PUBLIC.items() if inspect.isclass(value)}
 
-WITHOUT_EXAMPLE = {"DataLoader"}
-"""Public classes whose docstring has no example yet."""
-
-WITH_PRIVATE_MODULE = WITHOUT_EXAMPLE | {"sample_rng"}
-"""Public names that tracebacks do not show as spdl_torch.NAME yet."""
-
-
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_docstring_examples_run(name, setting):
     """The examples of a public class or function print what they say."""
     names = setting | {"torchvision": torchvision, "__name__": "__main__"}
     tests = doctest.DocTestFinder().find(PUBLIC[name], name, module=False, globs=names)
     if not any(test.examples for test in tests):
-        assert name in WITHOUT_EXAMPLE or name not in CLASSES
+        assert name not in CLASSES, "a public class needs an example"
         pytest.skip("has no example")
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     output = []
@@ -223,7 +216,7 @@ def test_docstring_examples_run(name, setting):
 def test_public_names_hide_private_modules():
     """A traceback or a repr shows a public name where users import it from."""
     private = {name for name, value in PUBLIC.items() if value.__module__ != "spdl_torch"}
-    assert private <= WITH_PRIVATE_MODULE
+    assert private == set()
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -244,24 +237,12 @@ def test_links_have_targets(page):
             assert anchor in slugs, target
 
 
-NOT_PLAIN_YET = {
-    "CONTRIBUTING.md",
-    "docs/profiling.md",
-    "spdl_torch/_dataloader.py",
-    "spdl_torch/_randomness",
-    "spdl_torch/_resume",
-    "spdl_torch/_worker.py",
-    "spdl_torch/_worker_info.py",
-}
-"""Files and folders that still have words of the list below."""
-
-
 def test_text_is_plain_english():
     """Words that make the text hard to search and to read stay out of docs and package."""
     unwanted = re.compile(r"\b(whoever|nobody|somebody|anew|in vain)\b", re.IGNORECASE)
     files = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "spdl_torch").rglob("*.py")]
     found = {file.relative_to(ROOT) for file in files if unwanted.search(file.read_text())}
-    assert {"/".join(path.parts[:2]) for path in found} <= NOT_PLAIN_YET
+    assert found == set()
 
 
 def test_migration_guide_has_every_argument():

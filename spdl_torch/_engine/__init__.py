@@ -8,17 +8,20 @@ settles the last slot makes the batch, which may pass one more stage (`TransferS
 What makes this right, in one place:
 
 * Who waits, and what wakes it: a worker waits in `TaskQueue.get` and is woken by a task or by
-  `close`; the consumer waits for `Epoch.wakeup` and is woken by a finished batch or by `close`.
-  Nothing else waits, so closing the queues and the epoch wakes everything.
+  `close`; a worker that pauses before it loads again waits in `Epoch.pause`; the consumer waits for
+  `Epoch.wakeup` and is woken by a finished batch or by `close`. So closing the queues and the epoch
+  wakes everything. Starting and joining threads is waited for with a timeout.
 * A slot is claimed once, because workers pop it from one list. A batch is finished once, because
   exactly one caller of `PendingBatch.settle` settles the last slot. Of several errors in a batch
-  the one of the lowest slot wins.
+  the one of the lowest slot wins. (A batch of which no slot is left to work on is finished by the
+  one thread that has it: the consumer if the sampler failed, a worker of an iterable dataset.)
 * No value of the user's has a meaning here: `None` is a sample like any other.
 * An exception belongs to its batch. It never ends a worker, and the next batch is not harmed.
 * A batch refers to its epoch. Leftovers of an abandoned epoch are skipped, so nothing of it reaches
   the next.
 * What threads share changes under a lock, or in one step that Python makes atomic with and without
-  a GIL: an item of a list, a deque or a dict that is put in, taken out or replaced.
+  a GIL: an attribute that is set, an item of a list, a deque or a dict that is put in, taken out or
+  replaced. Estimates (`Pace`) may lose an update.
 * Every thread is measured by one clock, which it alone writes.
 * An idle thread refers to its stage weakly (`_threads._serve`, `_LoopThread`), so that an iterator
   that is dropped can be collected, and its finaliser ends the threads.

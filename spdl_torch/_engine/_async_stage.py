@@ -6,15 +6,15 @@ import asyncio
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ._batch import Epoch, PendingBatch, check_count, note_origin, without_our_frame
 from ._clock import TaskClock
 from ._in_flight import InFlight, awaited_lines
 from ._stage import OnSampleError, Stage, WorkerCursor
-from ._threads import WorkerGroup, new_thread
+from ._threads import WAIT_SECONDS, WorkerGroup, new_thread
 
 AsyncOperation = Callable[[Any], Awaitable[Any]]
 
@@ -166,8 +166,11 @@ class _LoopThread(WorkerGroup):
         self.threads[0].start()
 
     def wait_until_set_up(self) -> None:
-        if (error := self._reports.get()) is not None:
-            raise error
+        while not self.is_closed:
+            with suppress(Empty):
+                if (error := self._reports.get(timeout=WAIT_SECONDS)) is not None:
+                    raise error
+                return
 
     def request_stop(self) -> None:
         # Flag first, task second; _main does it the other way round, so one of them sees the other.
@@ -190,7 +193,9 @@ class _LoopThread(WorkerGroup):
                 self._reports.put(error)
             elif not self.is_closed and self._epoch is not None:
                 # The user's code stopped the loop, or cancelled a task that is not its own.
-                self._epoch.close(error)
+                failure = "the event loop that runs the dataset's load has ended. "
+                failure += "Do not stop the loop or cancel its tasks in load."
+                self._epoch.close(error, failure)
         finally:
             self._main_task = None
             if self.is_closed:

@@ -34,7 +34,8 @@ class Epoch:
         """The epoch is over or was abandoned: results of its workers are thrown away."""
         self.closed_at: float | None = None
         self.error: BaseException | None = None
-        """What ended the epoch for all its batches, if anything did."""
+        self.failure: str | None = None
+        """What ended the epoch for all its batches, and in words, if anything did."""
         self.defers_wakeup = False
         """A worker with more cheap batches at hand need not wake the consumer after each."""
         self.woken_at = 0.0
@@ -54,11 +55,11 @@ class Epoch:
         except RuntimeError:
             pass  # Another thread released it in this instant.
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None, failure: str | None = None) -> None:
         """End the epoch. Takes no lock and waits for nothing; may be called again."""
         if self.closed_at is None:
             self.closed_at = time.monotonic()
-            self.error = error
+            self.error, self.failure = error, failure
         self.is_closed = True
         self.wake_consumer()
         self._release_paused()

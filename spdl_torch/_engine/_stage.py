@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from ._batch import PendingBatch, check_count, note_origin, without_our_frame
+from ._batch import Epoch, PendingBatch, check_count, note_origin, without_our_frame
 from ._clock import SPAN_SECONDS, StageClock, ThreadStageClock, WorkerClock
 from ._in_flight import InFlight, stack_lines
 from ._threads import TaskQueue, WorkerGroup, Workers
@@ -118,7 +119,8 @@ class Pace:
         return int(seconds / max(self.seconds_per_sample, 1e-8)) or 1
 
 
-class _Work(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Work:
     """Slots of one batch that wait for a stage.
 
     Any number of workers may work on it: each claims one slot at a time by popping it from the same
@@ -131,6 +133,10 @@ class _Work(NamedTuple):
     """In descending order: `pop` takes the last."""
     is_settled: bool = False
     """All slots are settled, and the batch is to be collated; `unclaimed` has one entry for it."""
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.batch.epoch
 
     def claim_rest(self) -> int:
         """Claim all slots that are left; return how many."""
@@ -175,7 +181,7 @@ class _SlotQueue(TaskQueue):
             if work.unclaimed:
                 return work
             # Two workers may see this at the same time, so remove this work and not the first.
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, IndexError):
                 self.tasks.remove(work)
         return None
 
@@ -283,9 +289,10 @@ class ThreadStage(Stage):
             queue.wake(num_samples)
             return
         num_worth = int(seconds * num_samples / _HAND_OVER_SECONDS)
-        if is_quick and seconds * num_samples < _HAND_OVER_SECONDS * num_batches:
-            num_worth = 0
-        queue.wake(min(max(num_worth, is_needed), num_batches))
+        if is_needed:
+            queue.wake(min(max(num_worth, 1), num_batches))
+        elif not is_quick or num_worth >= num_batches:
+            queue.wake(min(num_worth, num_batches))
 
     def wake_idle(self, *, only_if_starved: bool) -> None:
         if self._next_stage is not None:
@@ -329,15 +336,16 @@ class ThreadStage(Stage):
         """Work on one batch, or on several that are cheap, and then wake the consumer."""
         clock, cursor = tools.clock, tools.cursor
         work: _Work | None = task
+        epoch = task.epoch
         num_samples = 0
         with cursor.task_context:
             cursor.since = started = clock.begin()
             while work is not None:
-                batch, epoch = work.batch, work.batch.epoch
-                if epoch.is_closed:
+                batch = work.batch
+                if work.epoch.is_closed:
                     work.unclaimed.clear()
                 else:
-                    cursor.batch = batch
+                    cursor.batch, epoch = batch, work.epoch
                     try:
                         num_samples += self._do(work, tools)
                     except BaseException as error:
@@ -381,11 +389,11 @@ class ThreadStage(Stage):
             except BaseException as error:
                 note_origin(error, _COLLATE, batch, None)
                 batch.fail(0, without_our_frame(error))
+        clock.lap(_COLLATE, batch.number, 1)
         if self._transfer_stage is None:
             batch.finish(output)
         else:
             forward(batch, output, self._transfer_stage)
-        clock.lap(_COLLATE, batch.number, 1)
         return num_filled
 
     def _fill(self, work: _Work, tools: _Tools) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Worker threads: their queue, start, stop, join, and the exit of the interpreter.
 
 Shutdown is always the same: first all threads are asked to stop, which takes no lock and waits for
-nothing; then they are joined. It begins at the end of the last epoch, in `close()`, in the
-finaliser of the iterator that holds the pipeline, or at the exit of the interpreter.
+nothing; then they are joined. It begins at the end of an epoch, unless workers persist, in
+`close()`, in the finaliser of the iterator that holds the pipeline, or at the exit of the
+interpreter.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
 _FINALISER_GRACE_SECONDS: Final = 0.25
 """The same in a finaliser, which may run in any thread with any lock held, and after Ctrl-C."""
+
+WAIT_SECONDS: Final = 0.5
+"""How long a thread sleeps at most where it may be interrupted. CPython misses a Ctrl-C that comes
+in the instant before a thread goes to sleep, so it has to wake up now and then."""
 
 _release = operator.methodcaller("release")
 
@@ -185,14 +190,16 @@ class Workers(WorkerGroup):
                 self._reports.put((worker_id, None))
                 continue
             thread.start()
-            if seconds_apart > 0:
+            deadline = time.monotonic() + seconds_apart
+            while worker_id not in self._errors and (left := deadline - time.monotonic()) > 0:
                 with contextlib.suppress(Empty):
-                    self._errors.update([self._reports.get(timeout=seconds_apart)])
+                    self._errors.update([self._reports.get(timeout=left)])
 
     def wait_until_set_up(self) -> None:
         """Wait for every worker's set-up; raise what the lowest-numbered failed worker raised."""
-        while len(self._errors) < len(self.threads):
-            self._errors.update([self._reports.get()])
+        while len(self._errors) < len(self.threads) and not self.queue.is_closed:
+            with contextlib.suppress(Empty):
+                self._errors.update([self._reports.get(timeout=WAIT_SECONDS)])
         # Not kept: an exception refers to the frames that it passes through.
         errors, self._errors = self._errors, {}
         for worker_id in sorted(errors):
@@ -230,8 +237,11 @@ def _serve(
     wakeup.acquire()
     while (task := queue.get(wakeup)) is not None:
         stage = stage_ref()
-        if stage is not None:
-            stage.work(task, stage.tools[worker_id])
+        try:
+            if stage is not None:
+                stage.work(task, stage.tools[worker_id])
+        except BaseException as error:  # Of our own code: the consumer must not wait for ever.
+            task.epoch.close(error, "a worker thread failed outside the dataset's code.")
         # While this thread waits for the next task, nothing of the last one may stay alive.
         del task, stage
     if (stage := stage_ref()) is not None:
@@ -273,8 +283,8 @@ class Lifetime:
                 group.start(seconds_apart)
             for group in self._groups:
                 group.wait_until_set_up()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            (self.close if isinstance(error, Exception) else self.close_quickly)()
             raise
         if self.is_closed:
             # By another thread, which could not join what had not been started.
@@ -323,7 +333,8 @@ class Lifetime:
                     thread.join(max(0.0, deadline - time.monotonic()))
                     if thread.is_alive():
                         stuck.append(thread.name)
-        if self.is_closed and not stuck:
+        # Not while the calling thread is one of them: it may run a finaliser, and still has work.
+        if self.is_closed and not any(thread.is_alive() for thread in self.threads):
             _started.discard(self)
         return stuck
 

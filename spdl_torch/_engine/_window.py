@@ -11,6 +11,7 @@ from typing import Any, Final
 from ._batch import Epoch, Locate, PendingBatch
 from ._clock import ConsumerClock
 from ._stage import Stage
+from ._threads import WAIT_SECONDS
 from ._transfer_stage import TransferStage
 
 _QUICK_SECONDS: Final = 0.0001
@@ -18,10 +19,6 @@ _QUICK_SECONDS: Final = 0.0001
 
 _FIRST_WAIT_SECONDS: Final = 0.002
 """How long the consumer lets few workers make cheap batches before it wakes the idle ones too."""
-
-_WAIT_SECONDS: Final = 0.5
-"""How long the consumer sleeps at most. CPython misses a Ctrl-C that comes in the instant before a
-thread goes to sleep, so the consumer has to wake up now and then."""
 
 NUM_EARLIER: Final = 16
 """How many indices of earlier batches a batch remembers, as substitutes for bad samples."""
@@ -76,7 +73,7 @@ class Window:
         now = time.monotonic()
         is_quick = now - self._returned_at < _QUICK_SECONDS
         deadline = None if timeout_seconds is None else now + timeout_seconds
-        num_waits = 0
+        num_timeouts = 0
         while True:
             if self._epoch.is_closed or os.getpid() != self._process_id:
                 self._check_open()
@@ -88,7 +85,7 @@ class Window:
                 self._first_stage.wake(is_needed=True, is_quick=False)
                 if self._last_stage is not None:
                     self._tell_turns(self._pending[0].number)
-                num_waits += not self._wait(num_waits, deadline)
+                num_timeouts += not self._wait(num_timeouts, deadline)
             elif self._has_ended:
                 return None
             # Else the pending batches turned out to be exhausted: draw again.
@@ -113,11 +110,8 @@ class Window:
                 "does not copy threads. Call iter(loader) in the child process."
             )
         epoch = self._epoch
-        if epoch.error is not None:
-            raise RuntimeError(
-                "the event loop that runs the dataset's load has ended. "
-                "Do not stop the loop or cancel its tasks in load."
-            ) from epoch.error
+        if epoch.failure is not None:
+            raise RuntimeError(epoch.failure) from epoch.error
         if self._pending or not self._has_ended:
             raise RuntimeError(
                 "this iterator is closed and has no workers any more. "
@@ -193,7 +187,7 @@ class Window:
             self._last_stage.advance(self._epoch, num_taken)
             self._num_turns_told = num_taken
 
-    def _wait(self, num_waits: int, deadline: float | None) -> bool:
+    def _wait(self, num_timeouts: int, deadline: float | None) -> bool:
         """Wait until a batch may be finished; return whether a worker said so.
 
         At first for a moment only, in which the workers need not wake the consumer after each cheap
@@ -202,10 +196,10 @@ class Window:
         """
         epoch = self._epoch
         asleep_since = time.monotonic()
-        seconds = _FIRST_WAIT_SECONDS if num_waits == 0 else _WAIT_SECONDS
+        seconds = _FIRST_WAIT_SECONDS if num_timeouts == 0 else WAIT_SECONDS
         if deadline is not None:
             seconds = min(seconds, max(0.0, deadline - asleep_since))
-        epoch.defers_wakeup = num_waits == 0
+        epoch.defers_wakeup = num_timeouts == 0
         try:
             is_woken = epoch.wakeup.acquire(timeout=seconds)
         finally:
@@ -218,5 +212,5 @@ class Window:
         elif deadline is not None and now >= deadline:
             raise NotInTime
         else:
-            self._first_stage.wake_idle(only_if_starved=num_waits == 0)
+            self._first_stage.wake_idle(only_if_starved=num_timeouts == 0)
         return is_woken

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -22,8 +21,6 @@ from ._iterator import EpochIterator, LiveIterators
 from ._profiling import Profile, make_profile
 from ._settings import LoaderSettings, advice_on, check_arguments
 from ._stats import LoaderStats, num_cores, stats_of
-
-__all__ = ["DataLoader"]
 
 Policy: TypeAlias = ReplaceBadSamples | RetryLoad
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -287,12 +284,7 @@ class DataLoader(
         self._live.close()
         self._iterator = None
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,17 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from ._engine import EpochClock
-from ._resume import (
-    IterableProgress,
-    MapProgress,
-    MapState,
-    Progress,
-    read,
-    set_sampler_epoch,
-)
+from ._resume import IterableProgress, MapProgress, MapState, Progress, read, set_sampler_epoch
 from ._settings import LoaderSettings
-
-__all__ = ["Epochs"]
 
 _Progress: TypeAlias = MapProgress | IterableProgress
 

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import UserDict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Self
 
@@ -22,13 +23,10 @@ from ._sources import BatchSource, make_source, not_stop_iteration
 from ._stats import StatsLog, stats_of
 from ._worker import profiler_runs
 
-__all__ = ["EpochIterator", "LiveIterators"]
-
 _no_context = contextlib.nullcontext()
 
-_PROFILE_NAME = "enumerate(DataLoader)#EpochIterator.__next__"
+_PROFILE_NAME: Final = "enumerate(DataLoader)#EpochIterator.__next__"
 """The name that profilers look for."""
-
 
 _MAX_OBJECTS: Final = 256
 """How many objects of a batch are looked at for their size."""
@@ -81,7 +79,7 @@ class EpochIterator:
         return self._source.is_usable
 
     @property
-    def _workers(self) -> list[threading.Thread]:
+    def _workers(self) -> Sequence[threading.Thread]:
         return self._source.threads  # torch's name for its processes.
 
     def _shutdown_workers(self) -> None:
@@ -131,7 +129,10 @@ class _EpochLoop:
                 self._check_length()
             batch = delivery.result()
             if self._receive is not None:
-                batch = self._received(batch)
+                try:
+                    batch = self._receive(batch)
+                except StopIteration as error:
+                    raise not_stop_iteration(error) from error
             num_bytes = num_bytes_of(batch)
         except StopIteration:
             self._progress.is_over = True
@@ -148,13 +149,6 @@ class _EpochLoop:
         if self._stats_log is not None:
             self._stats_log.at_batch()
         return batch
-
-    def _received(self, batch: Any) -> Any:
-        assert self._receive is not None
-        try:
-            return self._receive(batch)
-        except StopIteration as error:
-            raise not_stop_iteration(error) from error
 
     def _check_length(self) -> None:
         """Warn about each batch beyond the reported length of an iterable dataset, as torch."""

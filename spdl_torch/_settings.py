@@ -16,8 +16,6 @@ from ._bad_samples import BadSamplePolicy, policies_of
 from ._dataset import hooks_of
 from ._event_loops import EventLoop
 
-__all__ = ["LoaderSettings", "advice_on", "check_arguments"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
@@ -81,6 +79,11 @@ class LoaderSettings:
     def batched(self) -> bool:
         """Whether samples are collated into batches."""
         return self.batch_sampler is not None
+
+    @property
+    def uses_batch_hooks(self) -> bool:
+        """Whether hooks may take a whole batch. If one fails, the bad sample is not known."""
+        return self.batched and not self.bad_sample_policy.replaces
 
     @property
     def index_sampler(self) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from .._engine import EpochClock
 from .._resume import Progress
 from .._settings import LoaderSettings
-
-__all__ = ["CLOSED", "BatchSource", "Delivery", "Made", "not_stop_iteration"]
 
 CLOSED: Final = "this iterator is closed. Call iter(loader) for a new one."
 """The error of a source that is asked for a batch after it was closed."""
@@ -35,7 +33,7 @@ class BatchSource(Protocol):
         """The clocks of the epoch that runs."""
 
     @property
-    def threads(self) -> list[threading.Thread]:
+    def threads(self) -> Sequence[threading.Thread]:
         """The worker threads of this process."""
 
     @property

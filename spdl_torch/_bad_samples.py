@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import operator
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,23 +16,22 @@ from typing import Any, Final
 
 from ._random import restart_sample
 
-__all__ = [
-    "BadSample",
-    "BadSamplePolicy",
-    "ReplaceBadSamples",
-    "RetryLoad",
-    "TooManyBadSamples",
-    "path_of",
-    "policies_of",
-    "substitutes",
-]
-
 _NUM_SHOWN: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be made."""
+    """A sample that could not be made, as `DataLoader.bad_samples` lists it.
+
+    >>> dataset = StagedDataset.from_functions(["1", "x", "3"], preprocess=int)
+    >>> loader = DataLoader(dataset, batch_size=3, on_error=ReplaceBadSamples())
+    >>> [batch.tolist() for batch in loader], loader.bad_samples[0].index
+    ([[1, 3, 3]], 1)
+    >>> print(loader.bad_samples[0])
+    sample 1 in the preprocess stage: ValueError: invalid literal for int() with base 10: 'x'
+    """
+
+    __module__ = "spdl_torch"
 
     index: int | str
     """What the sampler drew for it, or the text of that."""
@@ -49,7 +48,13 @@ class BadSample:
 
 
 class TooManyBadSamples(RuntimeError):  # noqa: N818 (says what happened)
-    """More samples could not be made than `ReplaceBadSamples` allows."""
+    """Raised if more samples could not be made than `ReplaceBadSamples` allows.
+
+    >>> dataset = StagedDataset.from_functions(["1", "x"], preprocess=int)
+    >>> list(DataLoader(dataset, batch_size=2, on_error=ReplaceBadSamples(max_count=0)))
+    Traceback (most recent call last):
+    spdl_torch.TooManyBadSamples: 1 of the samples could not be made, and at most 0 may be bad. ...
+    """
 
     __module__ = "spdl_torch"
 
@@ -62,7 +67,6 @@ class ReplaceBadSamples:
     the same in every run, and batches keep their size. Every bad sample is recorded once, in
     `DataLoader.bad_samples`.
 
-    >>> from spdl_torch import DataLoader, ReplaceBadSamples
     >>> loader = DataLoader(range(4), batch_size=2, on_error=ReplaceBadSamples(max_count=1))
     >>> [batch.tolist() for batch in loader], loader.bad_samples
     ([[0, 1], [2, 3]], ())
@@ -72,8 +76,9 @@ class ReplaceBadSamples:
             small dataset may be bad unless this is 0.
         max_count: how many samples may be bad. The lower of the two limits applies.
         log: a file to which one line of JSON is added for each bad sample.
-
     """
+
+    __module__ = "spdl_torch"
 
     max_fraction: float | None = 0.01
     max_count: int | None = None
@@ -95,7 +100,6 @@ class ReplaceBadSamples:
 class RetryLoad:
     """Call a dataset's `load` again when it raises, for storage behind a network.
 
-    >>> from spdl_torch import DataLoader, RetryLoad, StagedDataset
     >>> dataset = StagedDataset.from_functions(["cat", "tiger"], load=len)
     >>> loader = DataLoader(dataset, batch_size=2, on_error=RetryLoad(attempts=5))
     >>> [batch.tolist() for batch in loader], loader.num_retries
@@ -105,8 +109,9 @@ class RetryLoad:
         attempts: how often to call it, the first time included.
         backoff: seconds to wait before the second attempt; doubled before each further attempt.
         exceptions: the exceptions to try again after. Others are raised at once.
-
     """
+
+    __module__ = "spdl_torch"
 
     attempts: int = 3
     backoff: float = 0.1
@@ -147,22 +152,16 @@ class BadSamplePolicy:
 
     def __init__(self, on_error: Any, dataset: Any) -> None:
         self._replace, self._retry = policies_of(on_error)
+        self.replaces = self._replace is not None
+        self.retries = self._retry is not None
         self._max_count = None if self._replace is None else _max_count(self._replace, dataset)
         self._bad_samples: dict[str, BadSample] = {}
-        self._num_retries: dict[int, int] = {}
-        """The number for each thread, because adding is not atomic."""
-
-    @property
-    def replaces(self) -> bool:
-        return self._replace is not None
-
-    @property
-    def retries(self) -> bool:
-        return self._retry is not None
+        self._retries: list[None] = []
+        """One item for each retry, because appending is atomic and adding is not."""
 
     @property
     def num_retries(self) -> int:
-        return sum(self._num_retries.copy().values())
+        return len(self._retries)
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -188,22 +187,21 @@ class BadSamplePolicy:
         assert self._replace is not None
         bad = BadSample(_plain(index), path_of(dataset, index, error), stage, _text_of(error))
         is_new = self._bad_samples.setdefault(repr(bad.index), bad) is bad
-        try:
-            if is_new and self._replace.log is not None:
+        if is_new and self._replace.log is not None:
+            try:
                 with Path(self._replace.log).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(bad)) + "\n")
-        except OSError as log_error:
-            return log_error
+            except OSError as log_error:
+                return log_error
         if self._max_count is None or len(self._bad_samples) <= self._max_count:
             return None
         bad_samples = self.bad_samples
-        shown = [f"  {some}" for some in bad_samples[:_NUM_SHOWN]]
-        if len(bad_samples) > _NUM_SHOWN:
-            shown.append("  …")
+        shown = [f"\n  {some}" for some in bad_samples[:_NUM_SHOWN]]
         return TooManyBadSamples(
             f"{len(bad_samples)} of the samples could not be made, and at most {self._max_count} "
-            "may be bad. Repair or leave out these, or allow more in ReplaceBadSamples:\n"
-            + "\n".join(shown)
+            "may be bad. Repair or leave out these, or allow more in ReplaceBadSamples:"
+            + "".join(shown)
+            + ("\n  …" if len(bad_samples) > _NUM_SHOWN else "")
         )
 
     def retried(
@@ -211,14 +209,10 @@ class BadSamplePolicy:
     ) -> Callable[[Any], Any]:
         """Return a load function that calls `load` again if it raises.
 
-        Args:
-            load: the function.
-            sleep: waits so many seconds; returns true if the sample is no longer needed.
-
+        `sleep` waits so many seconds, and returns true if the sample is no longer needed.
         """
-        if self._retry is None:
+        if (retry := self._retry) is None:
             return load
-        retry = self._retry
 
         def load_again(drawn: Any) -> Any:
             for pause in retry.pauses():
@@ -227,7 +221,7 @@ class BadSamplePolicy:
                 except retry.exceptions:
                     if sleep(pause):
                         raise
-                    self._count_retry()
+                    self._retries.append(None)
                 restart_sample()
             return load(drawn)
 
@@ -237,16 +231,15 @@ class BadSamplePolicy:
         self, load: Callable[[Any], Awaitable[Any]]
     ) -> Callable[[Any], Awaitable[Any]]:
         """Return an asynchronous load function that calls `load` again if it raises."""
-        if self._retry is None:
+        if (retry := self._retry) is None:
             return load
-        retry = self._retry
 
         async def load_again(drawn: Any) -> Any:
             for pause in retry.pauses():
                 try:
                     return await load(drawn)
                 except retry.exceptions:
-                    self._count_retry()
+                    self._retries.append(None)
                 await asyncio.sleep(pause)
                 restart_sample()
             return await load(drawn)
@@ -255,25 +248,14 @@ class BadSamplePolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies in one step: workers may write while a loader is copied.
-        copies = {
-            "_bad_samples": self._bad_samples.copy(),
-            "_num_retries": self._num_retries.copy(),
-        }
-        return self.__dict__ | copies
-
-    def _count_retry(self) -> None:
-        thread = threading.get_ident()
-        self._num_retries[thread] = self._num_retries.get(thread, 0) + 1
+        bad_samples, retries = self._bad_samples.copy(), self._retries.copy()
+        return self.__dict__ | {"_bad_samples": bad_samples, "_retries": retries}
 
 
 def substitutes(indices: Sequence[Any], slot: int, before: Sequence[Any]) -> list[Any]:
     """Return the indices that may replace that of a bad sample, in the order to try them.
 
-    Args:
-        indices: what the sampler drew for the batch.
-        slot: the slot of the bad sample.
-        before: what the sampler drew before this batch.
-
+    The sampler drew `indices` for the batch, and `before` for the batches before it.
     """
     others = [*indices[slot + 1 :], *indices[:slot], *before]
     # Compared by their text: an index may be any object, and may not compare to a bool.
@@ -316,25 +298,17 @@ def _text_of(error: BaseException) -> str:
 
 def path_of(dataset: Any, index: Any, error: BaseException | None = None) -> str | None:
     """Return the file of a sample, if the exception or the dataset knows it."""
-    try:
-        return _path_of(dataset, index, error)
-    except Exception:  # Attributes of those names may be anything.
-        return None
-
-
-def _path_of(dataset: Any, index: Any, error: BaseException | None) -> str | None:
-    for name in ("path", "filename"):
-        if isinstance(path := getattr(error, name, None), str | os.PathLike):
-            return os.fspath(path)
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset.
-        dataset, index = dataset.dataset, dataset.indices[index]
+    with contextlib.suppress(Exception):  # Attributes of these names may be anything.
+        for name in ("path", "filename"):
+            if isinstance(path := getattr(error, name, None), str | os.PathLike):
+                return os.fspath(path)
+        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset.
+            dataset, index = dataset.dataset, dataset.indices[index]
     for name in ("samples", "imgs", "paths", "files"):
-        try:
+        with contextlib.suppress(Exception):
             found = getattr(dataset, name)[index]
-        except (AttributeError, TypeError, LookupError):
-            continue
-        if isinstance(found, tuple | list) and found:
-            found = found[0]
-        if isinstance(found, str | os.PathLike):
-            return os.fspath(found)
+            if isinstance(found, tuple | list) and found:
+                found = found[0]
+            if isinstance(found, str | os.PathLike):
+                return os.fspath(found)
     return None

@@ -15,8 +15,6 @@ from torch.utils.data._utils.collate import (
     default_collate_fn_map,
 )
 
-__all__ = ["default_collate"]
-
 
 def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = torch.empty) -> Any:
     """Return the batch that torch's `default_collate` returns, faster for ints and pinned memory.
@@ -27,7 +25,7 @@ def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = 
     fn_map = dict(default_collate_fn_map)
     if fn_map.get(int) is collate_int_fn:
         fn_map[int] = _collate_ints
-    if empty is not torch.empty and fn_map.get(torch.Tensor) is collate_tensor_fn:
+    if fn_map.get(torch.Tensor) is collate_tensor_fn:
         fn_map[torch.Tensor] = partial(_collate_tensors, empty=empty)
     return collate(samples, collate_fn_map=fn_map)
 
@@ -45,13 +43,16 @@ def _collate_tensors(
     samples: list[torch.Tensor], *, empty: Callable[..., torch.Tensor], collate_fn_map: Any = None
 ) -> Any:
     first = samples[0]
-    is_plain = (
-        first.device.type == "cpu"
-        and first.layout is torch.strided
+    if first.layout is not torch.strided or first.is_nested:
+        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    fits_memory = (
+        empty is not torch.empty
+        and first.is_cpu
         and not first.is_quantized
         and not any(sample.is_nested or sample.requires_grad for sample in samples)
+        and len({(sample.shape, sample.dtype) for sample in samples}) == 1
     )
-    if not is_plain or len({(sample.shape, sample.dtype) for sample in samples}) > 1:
-        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
-    batch = empty((len(samples), *first.shape), dtype=first.dtype)
-    return torch.stack(samples, out=batch)
+    if fits_memory:
+        return torch.stack(samples, out=empty((len(samples), *first.shape), dtype=first.dtype))
+    # As torch's function does in the calling thread. In a worker it asks first which worker it is.
+    return torch.stack(samples)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -189,7 +190,7 @@ class DataLoader(
                 'Use worker_method="thread" or in_order=True to save the state.'
             )
         state = self._epochs.state_dict(
-            LoaderSettings.of(self), workers_persist=self._iterator is not None
+            partial(LoaderSettings.of, self), workers_persist=self._iterator is not None
         )
         if self._bad_sample_policy.replaces:
             state["bad_samples"] = self._bad_sample_policy.state()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,9 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, Subset, default_collate
 
-from ._event_loops import close_or_keep
-
-__all__ = ["Hooks", "StagedDataset", "collate_of", "finished", "hooks_of"]
+from ._event_loops import EventLoop
 
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 Hook = Callable[[Any], Any]
@@ -95,31 +91,21 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
         >>> StagedDataset.from_functions(["a", "bc"], load=str.encode, preprocess=len)[1]
         2
         """
-        return _FunctionDataset(source, load, load_many, preprocess, collate)
+        hooks = {"preprocess": preprocess, "collate": collate}
+        if load_many is not None:
+            hooks["load_many"] = partial(_all_at, load_many, source)
+        if load is not None:
+            hooks["load"] = partial(_at, load, source)
+        elif load_many is None:
+            hooks["load"] = partial(getitem, source)
+        return _FunctionDataset(source, hooks)
 
 
 class _FunctionDataset(StagedDataset[Any]):
-    def __init__(
-        self,
-        source: Sequence[Any],
-        load: Hook | None,
-        load_many: Hook | None,
-        preprocess: Hook | None,
-        collate: Hook | None,
-    ) -> None:
+    def __init__(self, source: Sequence[Any], hooks: dict[str, Hook | None]) -> None:
         self._source = source
-        if load_many is not None:
-            all_at = _all_at_async if _is_async(load_many) else _all_at
-            self.load_many = partial(all_at, load_many, source)
-        if load is not None:
-            at = _at_async if _is_async(load) else _at
-            self.load = partial(at, load, source)  # type: ignore[method-assign]
-        elif load_many is None:
-            self.load = partial(getitem, source)  # type: ignore[method-assign]
-        if preprocess is not None:
-            self.preprocess = preprocess  # type: ignore[method-assign, assignment]
-        if collate is not None:
-            self.collate = collate  # type: ignore[method-assign, assignment]
+        # Attributes, which take the place of the methods.
+        vars(self).update((name, hook) for name, hook in hooks.items() if hook is not None)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -129,16 +115,8 @@ def _at(load: Hook, source: Sequence[Any], index: Any) -> Any:
     return load(source[index])
 
 
-async def _at_async(load: Hook, source: Sequence[Any], index: Any) -> Any:
-    return await load(source[index])
-
-
 def _all_at(load_many: Hook, source: Sequence[Any], indices: Any) -> Any:
     return load_many([source[index] for index in indices])
-
-
-async def _all_at_async(load_many: Hook, source: Sequence[Any], indices: Any) -> Any:
-    return await load_many([source[index] for index in indices])
 
 
 # -- from a dataset to its hooks -----------------------------------------------------------------
@@ -180,8 +158,7 @@ def collate_of(dataset: Any) -> Hook | None:
         dataset = dataset.dataset
     if not isinstance(dataset, StagedDataset):
         return None
-    is_default = getattr(dataset.collate, "__func__", None) is StagedDataset.collate
-    return None if is_default else dataset.collate
+    return None if _is_default(dataset.collate, StagedDataset.collate) else dataset.collate
 
 
 def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
@@ -191,17 +168,18 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
                 f"{type(dataset).__name__}.{name} is `async def`, but only load and load_many may "
                 "be: only I/O gains from asynchronous code. Make it a plain function."
             )
-    is_identity = getattr(dataset.preprocess, "__func__", None) is StagedDataset.preprocess
-    preprocess = None if is_identity else dataset.preprocess
-    load_many = dataset.load_many
-    if load_many is not None and batched:
-        return Hooks(
-            load_many, preprocess, load_is_async=_is_async(load_many), load_takes_batch=True
-        )
-    has_default_load = getattr(dataset.load, "__func__", None) is StagedDataset.load
-    if has_default_load and _is_async(load_many):
-        return Hooks(partial(_load_one_of_many, load_many), preprocess, load_is_async=True)
-    return Hooks(dataset.load, preprocess, load_is_async=_is_async(dataset.load))
+    is_identity = _is_default(dataset.preprocess, StagedDataset.preprocess)
+    load: Any = dataset.load
+    takes_batch = batched and dataset.load_many is not None
+    if takes_batch:
+        load = dataset.load_many
+    elif _is_default(load, StagedDataset.load) and _is_async(dataset.load_many):
+        load = partial(_load_one_of_many, dataset.load_many)
+    return Hooks(load, None if is_identity else dataset.preprocess, _is_async(load), takes_batch)
+
+
+def _is_default(method: Any, default: Any) -> bool:
+    return getattr(method, "__func__", None) is default
 
 
 def _subset_hooks(subset: Subset[Any], batched: bool) -> Hooks:
@@ -253,36 +231,31 @@ async def _load_one_of_many(load_many: Any, index: Any) -> Any:
 
 
 def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 (asks what kind it is, not whether it is there)
-    )
+    if isinstance(function, partial) and function.func in (_at, _all_at):
+        function = function.args[0]
+    call = getattr(function, "__call__", None)  # noqa: B004 (asks what kind it is, not whether it is there)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 # -- an async hook called from plain code, outside the pipeline ------------------------------------
 
 
-class _LoopOfThread(threading.local):
+class _RunnerOfThread(threading.local):
     """One event loop for each thread, so that what a dataset binds to its loop stays usable."""
 
-    _process_id = 0
+    def __init__(self) -> None:
+        self._runner = EventLoop(partial(asyncio.Runner, loop_factory=asyncio.new_event_loop))
 
     def run(self, result: Awaitable[Any]) -> Any:
-        if self._process_id != os.getpid():  # The first call, here or in a forked process.
-            self._process_id = os.getpid()
-            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            self._closes_with_thread = _Token()
-            weakref.finalize(
-                self._closes_with_thread, close_or_keep, self._runner, self._process_id
-            )
-        # In the context of this call, not of the first one: it is another sample's.
-        return self._runner.run(_awaited(result), context=contextvars.copy_context())
+        runner = self._runner.take()
+        try:
+            # In the context of this call, not of the first one: it is another sample's.
+            return runner.run(_awaited(result), context=contextvars.copy_context())
+        finally:
+            self._runner.give_back(runner)
 
 
-class _Token:
-    """Released with its thread, or at interpreter exit."""
-
-
-_loop_of_thread = _LoopOfThread()
+_runner_of_thread = _RunnerOfThread()
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -296,7 +269,7 @@ def finished(result: Any) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _loop_of_thread.run(result)
+        return _runner_of_thread.run(result)
     # The event loop of this thread is running this very call, as in a notebook.
     with ThreadPoolExecutor(max_workers=1) as helper:
         return helper.submit(finished, result).result()

@@ -15,8 +15,6 @@ from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
-__all__ = ["DatasetCopies", "of_copy"]
-
 _SHARED_TYPES = (
     # Objects that do not change need no copy, and pickle would look up their names.
     type,
@@ -56,7 +54,7 @@ class DatasetCopies:
 
     def __init__(self, dataset: Any, *, or_shallow: bool) -> None:
         self._dataset = dataset
-        self._shared: list[Any] = []
+        self._shared: dict[int, Any] = {}
         self._pickle: bytes | None = None
         file = io.BytesIO()
         try:
@@ -77,31 +75,21 @@ class DatasetCopies:
     def make(self) -> Any:
         if self._pickle is None:
             return copy.copy(self._dataset)
-        return _Unpickler(io.BytesIO(self._pickle), self._shared).load()
+        unpickler = pickle.Unpickler(io.BytesIO(self._pickle))
+        unpickler.persistent_load = self._shared.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._shared = shared
-        self._positions: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, _SHARED_TYPES):
             return None
-        position = self._positions.setdefault(id(obj), len(self._shared))
-        if position == len(self._shared):
-            self._shared.append(obj)
-        return position
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
-        super().__init__(file)
-        self._shared = shared
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._shared[pid]
+        self._shared[id(obj)] = obj
+        return id(obj)
 
 
 def of_copy(function: Any, dataset: Any, dataset_copy: Any) -> Any:

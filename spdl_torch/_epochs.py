@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal
 
 from ._engine import EpochClock
-from ._resume import IterableProgress, MapProgress, MapState, Progress, read, set_sampler_epoch
+from ._resume import IterableProgress, MapProgress, Progress, read, set_sampler_epoch
 from ._settings import LoaderSettings
-
-_Progress: TypeAlias = MapProgress | IterableProgress
 
 
 class Epochs:
@@ -21,9 +20,9 @@ class Epochs:
     def __init__(self, kind: Literal["thread", "multiprocessing", "caller"]) -> None:
         self.clock = EpochClock(kind)
         """The clocks of the last epoch."""
-        self.current: _Progress | None = None
+        self.current: Progress | None = None
         """The progress of the last iterator that was made."""
-        self._loaded: _Progress | None = None
+        self._loaded: Progress | None = None
         """The progress of the next iterator, if a state was loaded."""
         self._chosen: int | None = None
         """The epoch that `set_epoch` chose, until an iterator has taken it."""
@@ -35,21 +34,18 @@ class Epochs:
         self.current.begin(settings.dataset)
         return self.current
 
-    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> _Progress:
+    def _upcoming(self, settings: LoaderSettings, workers_persist: bool) -> Progress:
         """Return the progress of an epoch for which no state was loaded."""
         before, seeds = self.current, {}
         if settings.seed is not None:
             seeds = {"epoch": self.next_epoch}
         elif workers_persist and before is not None:  # Such workers keep their seeds.
             seeds = {"epoch": before.epoch + 1, "base_seed": before.base_seed}
+        progress = _progress_of(settings, None, **seeds)
         # Persistent workers, and a sampler with a state, are where the last epoch left them.
         if before is not None and (before.is_over or workers_persist):
-            if isinstance(before, MapProgress):
-                return before.following(settings, **seeds)
-            return before.following(settings, workers_persist=workers_persist, **seeds)
-        if settings.is_iterable:
-            return IterableProgress(settings, None, **seeds)
-        return MapProgress(settings, None, **seeds)
+            progress.follow(before, workers_persist=workers_persist)
+        return progress
 
     @property
     def next_epoch(self) -> int:
@@ -73,20 +69,19 @@ class Epochs:
             self._chosen = epoch
         set_sampler_epoch(settings.index_sampler, epoch)
 
-    def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+    def state_dict(
+        self, settings: Callable[[], LoaderSettings], *, workers_persist: bool
+    ) -> dict[str, Any]:
         """Return how far the last epoch has come; if it is over, the beginning of the next."""
         progress = self._loaded or self.current
         if progress is None or progress.is_over:
-            progress = self._upcoming(settings, workers_persist)
-        return progress.state_dict(settings, workers_persist=workers_persist)
+            progress = self._upcoming(settings(), workers_persist)
+        return progress.state_dict(workers_persist=workers_persist)
 
     def load_state_dict(self, settings: LoaderSettings, state: dict[str, Any]) -> None:
         """Let the next epoch resume from a state. If the state does not fit, nothing changes."""
         saved = read(state, settings.dataset, is_iterable=settings.is_iterable)
-        if isinstance(saved, MapState):
-            self._loaded = MapProgress(settings, saved)
-        else:
-            self._loaded = IterableProgress(settings, saved)
+        self._loaded = _progress_of(settings, saved)
         if saved.generator is not None and settings.generator is not None:
             settings.generator.set_state(saved.generator)
 
@@ -94,8 +89,13 @@ class Epochs:
         """Return the epochs of a copy of the loader, which begins with the same epoch."""
         copied = Epochs(self.clock.kind)
         if self._loaded is not None:
-            state = self._loaded.state_dict(settings, workers_persist=False)
+            state = self._loaded.state_dict(workers_persist=False)
             copied.load_state_dict(settings, state)
         elif settings.seed is not None:
             copied._chosen = self.next_epoch
         return copied
+
+
+def _progress_of(settings: LoaderSettings, saved: Any, **seeds: int) -> Progress:
+    kind = IterableProgress if settings.is_iterable else MapProgress
+    return kind(settings, saved, **seeds)

@@ -7,45 +7,45 @@ import contextlib
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
-
-__all__ = ["EventLoop", "close_or_keep"]
 
 
 class EventLoop:
     """Keeps one event loop from epoch to epoch, so that client sessions bound to it stay usable.
 
     The thread that runs the loop ends with its epoch. The loop is kept here until the next epoch.
-    Two epochs at the same time use one loop each.
+    Two epochs at the same time use one loop each. `new` returns a loop, or a runner of one.
     """
 
-    def __init__(self) -> None:
-        self._idle: list[tuple[asyncio.AbstractEventLoop, int]] = []
+    def __init__(self, new: Callable[[], Any] = asyncio.new_event_loop) -> None:
+        self._new = new
+        self._idle: list[tuple[Any, int]] = []
         weakref.finalize(self, _close_all, self._idle)
 
-    def __reduce__(self) -> tuple[type[EventLoop], tuple[()]]:
-        return EventLoop, ()
+    def __reduce__(self) -> tuple[type[EventLoop], tuple[Any]]:
+        return EventLoop, (self._new,)
 
-    def take(self) -> asyncio.AbstractEventLoop:
+    def take(self) -> Any:
         try:
             loop, process_id = self._idle.pop()
         except IndexError:
-            return asyncio.new_event_loop()
+            return self._new()
         if process_id == os.getpid():
             return loop
-        close_or_keep(loop, process_id)  # Inherited by a fork.
+        _close_or_keep(loop, process_id)  # Inherited by a fork.
         return self.take()
 
-    def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
+    def give_back(self, loop: Any) -> None:
         self._idle.append((loop, os.getpid()))
 
 
-def _close_all(idle: list[tuple[asyncio.AbstractEventLoop, int]]) -> None:
+def _close_all(idle: list[tuple[Any, int]]) -> None:
     while idle:
-        close_or_keep(*idle.pop())
+        _close_or_keep(*idle.pop())
 
 
-def close_or_keep(loop: Any, process_id: int) -> None:
+def _close_or_keep(loop: Any, process_id: int) -> None:
     """Close an event loop, or the runner of one, in its own process; in a forked child, keep it.
 
     A child shares its parent's epoll instance. If the child closed its copy of a loop, or only

@@ -14,8 +14,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Positions", "key_of", "permutation", "uniform"]
-
 Positions: TypeAlias = NDArray[np.int64]
 
 _SHUFFLED_SIZE: Final = 1 << 16
@@ -32,7 +30,7 @@ def key_of(*parts: int) -> int:
     """Return a key of 64 bits that depends on all numbers and on their order."""
     key = 0
     for part in parts:
-        key = _mix_int((key ^ (part & _MASK)) + _STEP)
+        key = _mix((key ^ (part & _MASK)) + _STEP & _MASK)
     return key
 
 
@@ -41,7 +39,7 @@ def permutation(size: int, key: int) -> Callable[[Positions], Positions]:
     if size <= _SHUFFLED_SIZE:
         table = np.argsort(_hashes(np.arange(size), key), kind="stable")
         return table.__getitem__
-    return _Feistel(size, key)
+    return _feistel(size, key)
 
 
 def uniform(positions: Positions, key: int) -> NDArray[np.float64]:
@@ -49,34 +47,31 @@ def uniform(positions: Positions, key: int) -> NDArray[np.float64]:
     return (_hashes(positions, key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class _Feistel:
-    """A permutation made of rounds, each of which is invertible by subtracting what it added.
+def _feistel(size: int, key: int) -> Callable[[Positions], Positions]:
+    """Return a permutation made of rounds, each invertible by subtracting what it added.
 
     A position is a pair (high, low) in a rectangle that is hardly larger than `size`. Each round
     shifts one half by a hash of the other. A result outside of `size` is permuted again until it is
     inside.
     """
+    height = isqrt(size - 1) + 1
+    width = -(-size // height)
+    keys = [key_of(key, number) for number in range(_NUM_ROUNDS)]
 
-    def __init__(self, size: int, key: int) -> None:
-        self._size = size
-        self._height = isqrt(size - 1) + 1
-        self._width = -(-size // self._height)
-        self._keys = [key_of(key, number) for number in range(_NUM_ROUNDS)]
+    def permute(positions: Positions) -> Positions:
+        high, low = np.divmod(positions.astype(np.uint64), np.uint64(width))
+        for key_of_high, key_of_low in zip(keys[::2], keys[1::2], strict=True):
+            high = _shift(high, low, height, key_of_high)
+            low = _shift(low, high, width, key_of_low)
+        return (high * np.uint64(width) + low).astype(np.int64)
 
-    def __call__(self, positions: Positions) -> Positions:
-        result = self._permute(positions)
-        outside = np.flatnonzero(result >= self._size)
-        while len(outside):
-            result[outside] = self._permute(result[outside])
-            outside = outside[result[outside] >= self._size]
+    def index_at(positions: Positions) -> Positions:
+        result = permute(positions)
+        while len(outside := np.flatnonzero(result >= size)):
+            result[outside] = permute(result[outside])
         return result
 
-    def _permute(self, positions: Positions) -> Positions:
-        high, low = np.divmod(positions.astype(np.uint64), np.uint64(self._width))
-        for number in range(0, _NUM_ROUNDS, 2):
-            high = _shift(high, low, self._height, self._keys[number])
-            low = _shift(low, high, self._width, self._keys[number + 1])
-        return (high * np.uint64(self._width) + low).astype(np.int64)
+    return index_at
 
 
 def _shift(half: Any, other_half: Any, modulus: int, key: int) -> Any:
@@ -86,18 +81,15 @@ def _shift(half: Any, other_half: Any, modulus: int, key: int) -> Any:
 
 
 def _hashes(positions: Positions, key: int) -> NDArray[np.uint64]:
-    return _mix(positions.astype(np.uint64) * np.uint64(_STEP) + np.uint64(key))
+    hashes: NDArray[np.uint64] = _mix(positions.astype(np.uint64) * _STEP + np.uint64(key))
+    return hashes
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Let every bit affect all bits (the finalizer of SplitMix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FACTORS[0])
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_FACTORS[1])
-    return values ^ (values >> np.uint64(31))
+def _mix(values: Any) -> Any:
+    """Let every bit of an int, or of each element of an array, affect all 64 bits.
 
-
-def _mix_int(value: int) -> int:
-    value &= _MASK
-    value = (value ^ (value >> 30)) * _FACTORS[0] & _MASK
-    value = (value ^ (value >> 27)) * _FACTORS[1] & _MASK
-    return value ^ (value >> 31)
+    This is the finalizer of SplitMix64.
+    """
+    values = (values ^ (values >> 30)) * _FACTORS[0] & _MASK
+    values = (values ^ (values >> 27)) * _FACTORS[1] & _MASK
+    return values ^ (values >> 31)

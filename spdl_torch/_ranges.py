@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Ranges"]
-
 
 class Ranges:
     """A set of integers from 0 up, stored as sorted pairs (start, stop) with gaps between them."""
@@ -21,9 +19,6 @@ class Ranges:
         if start >= stop:
             return
         pairs = self._pairs
-        if pairs and pairs[-1][1] == start:  # The most frequent case.
-            pairs[-1] = (pairs[-1][0], stop)
-            return
         first = bisect_left(pairs, start, key=_stop_of)
         last = first
         while last < len(pairs) and pairs[last][0] <= stop:
@@ -31,19 +26,11 @@ class Ranges:
             last += 1
         pairs[first:last] = [(start, stop)]
 
-    def copy(self) -> Ranges:
-        return Ranges(self._pairs)
-
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self._pairs)
 
     def __bool__(self) -> bool:
         return bool(self._pairs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranges) and self._pairs == other._pairs
-
-    __hash__ = None  # type: ignore[assignment]
 
     def count(self, below: int | None = None) -> int:
         """Return the size of the set, or how many of its numbers are below this one."""
@@ -53,14 +40,12 @@ class Ranges:
 
     @property
     def first_missing(self) -> int:
-        if self._pairs and self._pairs[0][0] == 0:
-            return self._pairs[0][1]
-        return 0
+        return self._pairs[0][1] if self._pairs and self._pairs[0][0] == 0 else 0
 
     @property
     def is_prefix(self) -> bool:
         """Whether no number of the set is above the first missing one."""
-        return not self._pairs or (len(self._pairs) == 1 and self._pairs[0][0] == 0)
+        return self.first_missing == self.count()
 
     def missing_at(self, places: Any) -> Any:
         """Return the number at a place, or at an array of places, among those not in the set."""
@@ -68,28 +53,21 @@ class Ranges:
             places = places + (stop - start) * (places >= start)
         return places
 
-    def missing_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges at the places from start to stop among the numbers not in the set."""
-        if start >= stop:
-            return
-        first, last = self.missing_at(start), self.missing_at(stop - 1)
-        for taken_start, taken_stop in self._pairs:
-            if first < taken_start <= last:
-                yield first, taken_start
-                first = taken_stop
-        yield first, last + 1
+    def filled(self, places: Iterable[tuple[int, int]]) -> Ranges:
+        """Return the set with more numbers: those at these places among the ones not in it."""
+        result = Ranges(self._pairs)
+        for start, stop in places:
+            if start < stop:  # What lies between the two numbers and is not added is in the set.
+                result.add(self.missing_at(start), self.missing_at(stop - 1) + 1)
+        return result
 
     def gaps(self, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges below stop that are not in the set."""
-        missing_from = 0
-        for taken_start, taken_stop in self._pairs:
-            if taken_start >= stop:
-                break
-            if missing_from < taken_start:
-                yield missing_from, taken_start
-            missing_from = taken_stop
-        if missing_from < stop:
-            yield missing_from, stop
+        gap_start = 0
+        for taken_start, taken_stop in [*self._pairs, (stop, stop)]:
+            if gap_start < min(taken_start, stop):
+                yield gap_start, min(taken_start, stop)
+            gap_start = taken_stop
 
     def as_lists(self) -> list[list[int]]:
         return [[start, stop] for start, stop in self._pairs]

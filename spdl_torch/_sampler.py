@@ -6,7 +6,7 @@ import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
 
@@ -17,8 +17,6 @@ from torch.utils.data import DistributedSampler
 
 from ._permutation import Positions, key_of, permutation, uniform
 from ._ranges import Ranges
-
-__all__ = ["DistributedDeterministicSampler", "DistributedRandomSampler", "GlobalSampler", "Tail"]
 
 Tail: TypeAlias = Literal["drop", "pad", "keep"]
 
@@ -64,14 +62,12 @@ class GlobalSampler(DistributedSampler[Any]):
             raise ValueError(f"seed must be below 2**64, got {seed}.")
         self.tail: Tail = tail
         self.num_indices = num_indices
-        self.num_draws = num_indices
-        if num_draws is not None:
-            self.num_draws = _checked_count("num_draws", num_draws)
+        self.num_draws = (
+            num_indices if num_draws is None else _checked_count("num_draws", num_draws)
+        )
         self._epoch_has_begun = False
         self.num_samples = self._num_samples_of(self.num_draws)
-        self.total_size = self.num_draws
-        if tail != "keep":
-            self.total_size = self.num_samples * world_size
+        self.total_size = self.num_draws if tail == "keep" else self.num_samples * world_size
         if self.total_size == 0:
             raise ValueError(
                 f'tail="drop" leaves nothing of {self.num_draws} indices on {world_size} ranks. '
@@ -133,9 +129,9 @@ class GlobalSampler(DistributedSampler[Any]):
         # The share of a rank goes beyond the end, and wraps around, only if the tail is padded.
         return start.missing_at(offsets % (self.num_draws - start.count()))
 
-    def _order(self, epoch: int) -> Callable[[Positions], Positions]:
+    def _order(self, epoch: int) -> Callable[[Positions], Positions]:  # noqa: ARG002 (not random)
         """Return a function from positions in an epoch's order to indices."""
-        raise NotImplementedError
+        return lambda positions: positions
 
     def _num_samples_of(self, num_positions: int) -> int:
         """Return how many of so many positions this rank takes."""
@@ -207,39 +203,38 @@ class DistributedRandomSampler(GlobalSampler):
 
     def _order(self, epoch: int) -> Callable[[Positions], Positions]:
         if self.weights is not None:
-            return self._weighted_order(self.weights, key_of(self.seed, epoch))
+            return _weighted_order(self.weights, key_of(self.seed, epoch))
         size = self.num_indices
         if self.num_draws <= size:
             return permutation(size, key_of(self.seed, epoch))
-        rounds: dict[int, Callable[[Positions], Positions]] = {}
+        # One is enough to keep: positions are ascending, except those that pad a tail.
+        order_of_round = lru_cache(maxsize=1)(
+            lambda number: permutation(size, key_of(self.seed, epoch, number))
+        )
 
         def index_at(positions: Positions) -> Positions:
-            # Positions are ascending, except those that pad a tail: one round is enough to keep.
-            result = np.empty_like(positions)
-            for number in np.unique(positions // size).tolist():
-                if number not in rounds:
-                    rounds.clear()
-                    rounds[number] = permutation(size, key_of(self.seed, epoch, number))
-                here = positions // size == number
-                result[here] = rounds[number](positions[here] % size)
-            return result
+            rounds, places = np.divmod(positions, size)
+            indices = np.empty_like(positions)
+            for number in np.unique(rounds).tolist():
+                here = rounds == number
+                indices[here] = order_of_round(number)(places[here])
+            return indices
 
         return index_at
 
-    def _weighted_order(
-        self, weights: NDArray[np.float64], key: int
-    ) -> Callable[[Positions], Positions]:
-        sums = np.cumsum(weights)
-        # The product below may be rounded up to the whole sum: this is the last index to draw.
-        last = int(np.flatnonzero(weights)[-1])
 
-        def index_at(positions: Positions) -> Positions:
-            # To the right of equal sums, which skips indices of weight 0.
-            drawn = np.searchsorted(sums, uniform(positions, key) * sums[-1], side="right")
-            drawn_indices: Positions = np.minimum(drawn, last)
-            return drawn_indices
+def _weighted_order(weights: NDArray[np.float64], key: int) -> Callable[[Positions], Positions]:
+    sums = np.cumsum(weights)
+    # The product below may be rounded up to the whole sum: this is the last index to draw.
+    last = int(np.flatnonzero(weights)[-1])
 
-        return index_at
+    def index_at(positions: Positions) -> Positions:
+        # To the right of equal sums, which skips indices of weight 0.
+        drawn = np.searchsorted(sums, uniform(positions, key) * sums[-1], side="right")
+        indices: Positions = np.minimum(drawn, last)
+        return indices
+
+    return index_at
 
 
 class DistributedDeterministicSampler(GlobalSampler):
@@ -282,12 +277,6 @@ class DistributedDeterministicSampler(GlobalSampler):
             shuffle=False,
         )
 
-    def _order(
-        self,
-        epoch: int,  # noqa: ARG002 (all epochs are the same)
-    ) -> Callable[[Positions], Positions]:
-        return lambda positions: positions
-
 
 # -- checks of the arguments -----------------------------------------------------------------------
 
@@ -313,45 +302,40 @@ def _checked_ranks(
             f"world_size={world_size!r} and num_replicas={num_replicas!r} are two names for the "
             "number of ranks. Pass one of them."
         )
-    of_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if num_replicas is not None:
-        num_ranks = world_size = _checked_count("num_replicas", num_replicas)
-    elif world_size is not None:
-        num_ranks = _checked_count("world_size", world_size)
-    elif of_group:
+    name, given = "num_replicas", num_replicas
+    if given is None:
+        name, given = "world_size", world_size
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if given is not None:
+        num_ranks = _checked_count(name, given)
+    elif is_initialized:
         num_ranks = torch.distributed.get_world_size()
     else:
         num_ranks = _number_in("WORLD_SIZE", default=1, at_least=1)
     if rank is not None:
         number = _checked_int("rank", rank, at_least=0)
+    elif is_initialized:
+        number = torch.distributed.get_rank()
     else:
-        number = torch.distributed.get_rank() if of_group else _number_in("RANK", 0, at_least=0)
-        if world_size is not None and number >= num_ranks:
-            raise ValueError(
-                f"world_size is {num_ranks}, but this process has rank {number}. Pass rank too, "
-                "or leave out both."
-            )
+        number = _number_in("RANK", default=0, at_least=0)
     if number >= num_ranks:
+        advice = "Ranks count from 0."
+        if rank is None and given is not None:
+            advice = "This process has that rank: pass rank too, or leave out both."
         raise ValueError(
-            f"rank must be below world_size, got rank {number} of {num_ranks}. Ranks count from 0."
+            f"rank must be below world_size, got rank {number} of {num_ranks}. {advice}"
         )
     return number, num_ranks
 
 
 def _number_in(variable: str, default: int, at_least: int) -> int:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < at_least:
+    text = os.environ.get(variable, str(default))
+    if not text.strip().isdecimal() or int(text) < at_least:
         raise ValueError(
             f"the environment variable {variable} is {text!r}, but must be an integer of at least "
             f"{at_least}. Unset it, or pass rank and world_size."
         )
-    return number
+    return int(text)
 
 
 def _checked_size(size: Any) -> int:
@@ -369,10 +353,10 @@ def _checked_count(name: str, value: Any) -> int:
 
 def _checked_int(name: str, value: Any, *, at_least: int, hint: str = "") -> int:
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}. {hint}".rstrip()) from None
-    if isinstance(value, bool):
+        number = None
+    if number is None:
         raise TypeError(f"{name} must be an int, got {value!r}. {hint}".rstrip())
     if number < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {number}. {hint}".rstrip())
@@ -394,8 +378,7 @@ def _checked_weights(weights: Any, size: int) -> NDArray[np.float64]:
             f"weights must be one number for each of the {size} samples, "
             f"got an array of shape {checked.shape}."
         )
-    if not np.isfinite(checked).all() or (checked < 0).any():
-        wrong = int(np.flatnonzero(~np.isfinite(checked) | (checked < 0))[0])
+    for wrong in np.flatnonzero(~np.isfinite(checked) | (checked < 0)):
         raise ValueError(
             f"weights must be finite and not negative, but that of sample {wrong} is "
             f"{checked[wrong]}. Use 0 for a sample that is never to be drawn."

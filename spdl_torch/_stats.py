@@ -16,8 +16,6 @@ from ._engine import EpochClock, LoopStats, StageStats
 from ._text import aligned, duration, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
-__all__ = ["COLUMNS", "LoaderStats", "StatsLog", "num_cores", "stats_of"]
-
 COLUMNS = 100
 """Maximal width of a printed table."""
 

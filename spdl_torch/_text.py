@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["aligned", "duration", "finite", "number", "percent", "ratio", "size"]
-
 
 def ratio(part: float, whole: float) -> float:
     """Return the share, or 0 where there is nothing to divide by."""

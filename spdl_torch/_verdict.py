@@ -15,8 +15,6 @@ from typing import Final, Literal, Protocol
 from ._engine import LoopStats, StageStats
 from ._text import percent
 
-__all__ = ["Verdict", "VerdictKind", "verdict_on"]
-
 VerdictKind = Literal[
     "training-bound",
     "io-bound",

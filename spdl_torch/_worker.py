@@ -85,7 +85,6 @@ class WorkerSetup:
         self.progress = progress
         self.transfer = transfer
         self._batched = settings.batched
-        self._drop_last = settings.drop_last
         self._uses_batch_hooks = settings.uses_batch_hooks
         self._base_seed = progress.seed_of_workers
         self._shard = shard if settings.is_datapipe else None
@@ -219,9 +218,7 @@ class WorkerSetup:
             assert shared_seed is not None
             with _datapipe_graphs:
                 dataset = apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))
-        reader = progress.open(
-            dataset, worker_id, batched=self._batched, drop_last=self._drop_last, count=count
-        )
+        reader = progress.open(dataset, worker_id, count)
 
         def draw(batch: PendingBatch) -> Any:
             try:

@@ -37,6 +37,8 @@ class Colour(enum.IntEnum):
         [np.int32(1), np.int32(2)],
         [np.zeros(2), np.ones(2)],
         [torch.tensor(1), torch.tensor(2)],
+        [torch.zeros(2), torch.ones(2, dtype=torch.float64)],
+        [Image(torch.zeros(3, 2, 2)), Image(torch.ones(3, 2, 2))],
         [(torch.zeros(2), 3), (torch.ones(2), 4)],
         [{"a": [1, (2, "x")]}, {"a": [3, (4, "y")]}],
         ["a", b"b"],
@@ -49,13 +51,24 @@ def test_batch_equals_torchs_default_collate(samples):
     assert_same(ours, default_collate(samples))
 
 
-@pytest.mark.parametrize("samples", [[2**70], [object()]], ids=str)
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [2**70],
+        [object()],
+        [torch.zeros(2), torch.zeros(3)],
+        [torch.eye(2).to_sparse()] * 2,
+        [torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)] * 2,
+        [torch.zeros(2), torch.eye(2).to_sparse()],
+    ],
+    ids=["large int", "object", "two sizes", "sparse", "nested", "dense and sparse"],
+)
 def test_torchs_collate_errors_are_kept(samples):
     """Samples that torch's default_collate refuses raise the same error."""
     with pytest.raises((RuntimeError, TypeError, ValueError)) as theirs:
         default_collate(samples)
     with pytest.raises(type(theirs.value)) as ours:
-        list(DataLoader(samples, num_workers=1))
+        list(DataLoader(samples, batch_size=len(samples), num_workers=1))
     assert str(ours.value) == str(theirs.value)
 
 
@@ -64,6 +77,14 @@ def test_functions_in_torchs_map_are_used(monkeypatch):
     monkeypatch.setitem(default_collate_fn_map, int, lambda samples, **_: ("mine", samples))
     (batch,) = DataLoader(Squares(3), batch_size=3, num_workers=1)
     assert batch == ("mine", [0, 1, 4])
+
+
+def test_gradients_are_kept_in_a_batch():
+    """Tensors with a gradient are stacked with it, as torch does it."""
+    samples = [torch.zeros(2), torch.ones(2, requires_grad=True)]
+    (batch,) = DataLoader(samples, batch_size=2, num_workers=1)
+    batch.sum().backward()
+    assert samples[1].grad.tolist() == [1, 1]
 
 
 # -- pinning --------------------------------------------------------------------------------------

@@ -198,16 +198,10 @@ def test_code_of_a_page_runs(page, setting, capsys):
 PUBLIC = {name: getattr(spdl_torch, name) for name in spdl_torch.__all__ if name != "__version__"}
 CLASSES = {name for name, value in PUBLIC.items() if inspect.isclass(value)}
 
-WITHOUT_EXAMPLE = {
-    "BadSample",
-    "DataLoader",
-    "ReplaceBadSamples",
-    "RetryLoad",
-    "TooManyBadSamples",
-}
+WITHOUT_EXAMPLE = {"DataLoader"}
 """Public classes whose docstring has no example yet."""
 
-WITH_PRIVATE_MODULE = WITHOUT_EXAMPLE | {"sample_rng", "transfer"}
+WITH_PRIVATE_MODULE = WITHOUT_EXAMPLE | {"sample_rng"}
 """Public names that tracebacks do not show as spdl_torch.NAME yet."""
 
 
@@ -253,9 +247,7 @@ def test_links_have_targets(page):
 NOT_PLAIN_YET = {
     "CONTRIBUTING.md",
     "docs/profiling.md",
-    "spdl_torch/_bad_samples.py",
     "spdl_torch/_dataloader.py",
-    "spdl_torch/_device",
     "spdl_torch/_randomness",
     "spdl_torch/_resume",
     "spdl_torch/_worker.py",

@@ -29,9 +29,9 @@ def pipeline_of(*stages, capacity=4, in_order=True):
 
 
 def batches_of(pipeline, source):
-    pipeline.begin(iter(source))
+    window = pipeline.begin(iter(source))
     found = []
-    while (batch := pipeline.window.next(None)) is not None:
+    while (batch := window.next(None)) is not None:
         found.append(batch.result())
     return found
 
@@ -99,10 +99,10 @@ def test_error_stays_in_its_batch():
         return index
 
     pipeline = pipeline_of(fused(sample))
-    pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
-    assert pipeline.window.next(None).result() == [1, 2]
-    failed = pipeline.window.next(None)
-    assert pipeline.window.next(None).result() == [5, 6]
+    window = pipeline.begin(iter([[1, 2], [3, 4], [5, 6]]))
+    assert window.next(None).result() == [1, 2]
+    failed = window.next(None)
+    assert window.next(None).result() == [5, 6]
     with pytest.raises(LookupError):
         failed.result()
     pipeline.lifetime.close()
@@ -112,12 +112,12 @@ def test_timeout_can_be_repeated():
     """After a timeout the same batch can be asked for again."""
     gate = threading.Event()
     pipeline = pipeline_of(fused(lambda index: gate.wait(PATIENCE_SECONDS)))
-    pipeline.begin(iter([[1], [2]]))
+    window = pipeline.begin(iter([[1], [2]]))
     for _ in range(3):
         with pytest.raises(NotInTime):
-            pipeline.window.next(0.01)
+            window.next(0.01)
     gate.set()
-    assert pipeline.window.next(None).result() == [True]
+    assert window.next(None).result() == [True]
     pipeline.lifetime.close()
 
 
@@ -131,9 +131,9 @@ def test_stuck_worker_warns_on_close(monkeypatch):
         gate.wait(PATIENCE_SECONDS)
 
     pipeline = pipeline_of(fused(wait, width=1))
-    pipeline.begin(iter([[1], [2]]))
+    window = pipeline.begin(iter([[1], [2]]))
     with pytest.raises(NotInTime):
-        pipeline.window.next(0.01)
+        window.next(0.01)
     assert is_waiting.wait(PATIENCE_SECONDS)
     with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
         pipeline.lifetime.close()
@@ -185,13 +185,13 @@ def test_close_during_set_up(num_started):
     in_set_up, may_go_on = threading.Event(), threading.Event()
     stage = ThreadStage("preprocess", range(2), set_up, is_first=True)
     pipeline = Pipeline(stage, [stage], capacity=4, in_order=True, batched=True)
-    pipeline.begin(iter([[1]]))
+    window = pipeline.begin(iter([[1]]))
     outcome = []
 
     def consume():
         try:
             pipeline.start()
-            pipeline.window.next(None)
+            window.next(None)
         except RuntimeError as error:
             outcome.append(error)
 
@@ -235,13 +235,16 @@ def test_stages_pass_samples_once():
 # -- how many workers load a batch -----------------------------------------------------------------
 
 
-def staged(load, preprocess, num_load_workers=4):
+def staged(load, preprocess, num_load_workers=4, num_workers=2):
     preprocess_stage = ThreadStage(
-        "preprocess", range(2), lambda worker_id, cursor: (preprocess, list), is_first=False
+        "preprocess",
+        range(num_workers),
+        lambda worker_id, cursor: (preprocess, list),
+        is_first=False,
     )
     load_stage = ThreadStage(
         "load",
-        range(2, 2 + num_load_workers),
+        range(num_workers, num_workers + num_load_workers),
         lambda worker_id, cursor: (load, None),
         is_first=True,
         next_stage=preprocess_stage,
@@ -265,9 +268,9 @@ def test_starved_stage_wakes_loaders():
 
     pipeline = pipeline_of(*staged(load, lambda index: index))
     batches_of(pipeline, CHEAP)
-    pipeline.begin(iter([[1, 2, 3, 4]]))
+    window = pipeline.begin(iter([[1, 2, 3, 4]]))
     # Sooner than the consumer wakes all idle workers in any case.
-    assert pipeline.window.next(0.4).result() == [1, 2, 3, 4]
+    assert window.next(0.4).result() == [1, 2, 3, 4]
     pipeline.lifetime.close()
 
 
@@ -290,6 +293,34 @@ def test_dependent_samples_do_not_deadlock():
     pipeline = pipeline_of(*staged(load, preprocess))
     batches_of(pipeline, CHEAP)
     assert batches_of(pipeline, [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
+    pipeline.lifetime.close()
+
+
+def test_oldest_batch_goes_first():
+    """A late sample of the oldest batch is preprocessed before all samples of later batches."""
+    second_batch_is_begun, late_one_has_arrived = threading.Event(), threading.Event()
+    order = []
+
+    def load(index):
+        if index == 0:
+            assert second_batch_is_begun.wait(PATIENCE_SECONDS)
+        if index == 5:  # Leaves 6 to the worker that has loaded 0, after it has passed that on.
+            assert late_one_has_arrived.wait(PATIENCE_SECONDS)
+        if index == 6:
+            late_one_has_arrived.set()
+        return index
+
+    def preprocess(index):
+        if index == 2:
+            second_batch_is_begun.set()
+            assert late_one_has_arrived.wait(PATIENCE_SECONDS)
+        order.append(index)
+        return index
+
+    pipeline = pipeline_of(*staged(load, preprocess, num_load_workers=2, num_workers=1))
+    source = [[0], [2, 3], [4, 5], [6, 7]]
+    assert batches_of(pipeline, source) == source
+    assert order[:3] == [2, 0, 3]
     pipeline.lifetime.close()
 
 

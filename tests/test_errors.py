@@ -41,7 +41,8 @@ class CustomError(Exception):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_it_is_raised_at_its_batch_and_the_same_iterator_goes_on(num_workers):
+def test_error_at_its_batch(num_workers):
+    """An error is raised at its batch, and the iterator continues with the next one."""
     error = CustomError("as it", "was raised")
     loader = DataLoader(Raising(8, 5, error), batch_size=2, num_workers=num_workers)
     found = outcomes(iter(loader))
@@ -49,14 +50,16 @@ def test_it_is_raised_at_its_batch_and_the_same_iterator_goes_on(num_workers):
     assert found[2] is error
 
 
-def test_the_loader_is_usable_again():
+def test_loader_is_usable_again():
+    """A loader can begin another epoch after an error."""
     loader = DataLoader(Raising(4, 3, LookupError()), num_workers=2)
     for _ in range(2):
         with pytest.raises(LookupError):
             list(loader)
 
 
-def test_a_note_names_stage_index_and_batch():
+def test_note_names_stage_and_index():
+    """A note on the exception names the stage, the index and the batch."""
     loader = DataLoader(Raising(8, 5, LookupError("no")), batch_size=2, num_workers=2)
     with pytest.raises(LookupError) as caught:
         list(loader)
@@ -66,7 +69,8 @@ def test_a_note_names_stage_index_and_batch():
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_note_has_the_file_of_the_sample_where_the_dataset_tells(tmp_path, num_workers):
+def test_note_names_the_file(tmp_path, num_workers):
+    """The note names the file of the sample if the dataset knows it."""
     folder = tmp_path / "cats"
     folder.mkdir()
     for name in "abc":
@@ -81,24 +85,28 @@ def test_the_note_has_the_file_of_the_sample_where_the_dataset_tells(tmp_path, n
     ]
 
 
-def test_the_traceback_leads_from_the_loop_to_the_datasets_line():
+def test_traceback_reaches_the_dataset():
+    """The traceback leads from the loop to the line of the dataset."""
     loader = DataLoader(Raising(8, 5, LookupError("no")), num_workers=2)
     with pytest.raises(LookupError) as caught:
         list(loader)
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert names[0] == "test_the_traceback_leads_from_the_loop_to_the_datasets_line"
+    assert names[0] == "test_traceback_reaches_the_dataset"
     assert names[-1] == "__getitem__"
     assert "_fill" not in names
 
 
-def test_the_key_of_a_key_error_stays_readable():
+def test_key_error_stays_readable():
+    """The key of a KeyError stays readable."""
     loader = DataLoader({}, sampler=["cat.jpg"], num_workers=1)
     with pytest.raises(KeyError) as caught:
         list(loader)
     assert str(caught.value) == "'cat.jpg'"
 
 
-def test_the_first_bad_sample_of_a_batch_is_reported_whichever_worker_is_quicker():
+def test_first_bad_sample_is_reported():
+    """The first bad sample of a batch is reported, whichever worker is quicker."""
+
     class TwoBad(Gated):
         def __getitem__(self, index):
             if index == 3:
@@ -115,7 +123,8 @@ def test_the_first_bad_sample_of_a_batch_is_reported_whichever_worker_is_quicker
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_stop_iteration_from_a_dataset_does_not_end_the_loop(num_workers):
+def test_stop_iteration_is_an_error(num_workers):
+    """A StopIteration from a dataset does not end the loop."""
     loader = DataLoader(Raising(4, 2, StopIteration("oops")), num_workers=num_workers)
     with pytest.raises(RuntimeError, match="oops") as caught:
         list(loader)
@@ -123,12 +132,15 @@ def test_stop_iteration_from_a_dataset_does_not_end_the_loop(num_workers):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
-def test_an_exception_that_is_no_error_reaches_the_loop_too(error):
+def test_base_exception_reaches_the_loop(error):
+    """An exception that is not an Exception reaches the loop too."""
     with pytest.raises(type(error)):
         list(DataLoader(Raising(4, 2, error), num_workers=2))
 
 
-def test_a_sampler_that_raises_does_so_after_the_batches_before():
+def test_sampler_error_keeps_earlier_batches():
+    """An error of the sampler is raised after the batches that it drew before."""
+
     def indices():
         yield from range(5)
         raise LookupError("sampler")
@@ -148,7 +160,8 @@ class Reiterable:
         return self.make()
 
 
-def test_a_batch_sampler_may_draw_nothing_and_collate_decides():
+def test_empty_batch_goes_to_collate():
+    """A batch sampler may draw an empty batch, and the collate function decides."""
     loader = DataLoader(Squares(9), batch_sampler=[[0], [], [1]], collate_fn=len, num_workers=2)
     assert list(loader) == [1, 0, 1]
     assert list(DataLoader(Staged(), batch_sampler=[[], [1]], num_workers=2)) == [
@@ -157,7 +170,8 @@ def test_a_batch_sampler_may_draw_nothing_and_collate_decides():
     ]
 
 
-def test_a_batch_sampler_that_draws_no_batches_raises_as_torchs():
+def test_sampler_draws_no_batches():
+    """A batch sampler whose draws are not batches raises as in torch."""
     for cls in (DataLoader, torch.utils.data.DataLoader):
         with pytest.raises(TypeError, match="not iterable"):
             list(cls(Squares(9), batch_sampler=[3, 4]))
@@ -176,7 +190,9 @@ class Ragged(Squares):
 
 
 @pytest.mark.parametrize("dataset", [NoneForSome(6), Ragged(6)])
-def test_what_cannot_be_collated_raises_as_in_torch(dataset):
+def test_collate_error_as_in_torch(dataset):
+    """Samples that cannot be collated raise as in torch."""
+
     def error(cls, num_workers):
         with pytest.raises((TypeError, RuntimeError)) as caught:
             list(cls(dataset, batch_size=2, num_workers=num_workers))
@@ -188,7 +204,8 @@ def test_what_cannot_be_collated_raises_as_in_torch(dataset):
     assert "raised in the collate stage for batch" in ours.__notes__[0]
 
 
-def test_none_is_a_sample_like_any_other():
+def test_none_is_a_sample():
+    """None is a sample like any other."""
     loader = DataLoader(NoneForSome(6), batch_size=2, num_workers=2, collate_fn=list)
     assert list(loader) == [[0, 1], [2, None], [4, 5]]
 
@@ -202,7 +219,8 @@ class TooLong(Squares):
         return index
 
 
-def test_a_length_that_lies_raises_at_its_batch():
+def test_wrong_length_raises():
+    """A dataset that is shorter than its length raises at its batch."""
     found = outcomes(iter(DataLoader(TooLong(8), batch_size=2, num_workers=2)))
     assert found[:2] == [[0, 1], [2, 3]]
     assert [str(error) for error in found[2:]] == ["no sample 5", "no sample 6"]
@@ -213,12 +231,14 @@ class FailsToIterate(Sharded):
         raise LookupError("__iter__")
 
 
-def test_an_error_in_iter_of_an_iterable_reaches_the_loop_once_for_each_worker():
+def test_iter_error_once_per_worker():
+    """An error in __iter__ of an iterable dataset is raised once for each worker."""
     found = outcomes(iter(DataLoader(FailsToIterate(), num_workers=2)))
     assert [str(error) for error in found] == ["__iter__", "__iter__"]
 
 
-def test_the_note_of_an_iterable_dataset_names_no_indices_for_it_has_none():
+def test_iterable_note_has_no_indices():
+    """The note of an iterable dataset names no indices."""
     with pytest.raises(LookupError) as caught:
         list(DataLoader(FailsToIterate(4), batch_size=4, num_workers=1))
     assert caught.value.__notes__ == ["spdl_torch: raised in the iterate stage for batch 0"]
@@ -230,14 +250,17 @@ class FailsInTheMiddle(Sharded):
         raise LookupError("middle")
 
 
-def test_an_error_in_the_middle_of_an_iterable_is_raised_at_its_batch():
+def test_iterable_error_at_its_batch():
+    """An error in the middle of an iterable dataset is raised at its batch."""
     found = outcomes(iter(DataLoader(FailsInTheMiddle(), num_workers=1)))
     assert found[0] == [1]
     assert str(found[1]) == "middle"
     assert len(found) == 2
 
 
-def test_stop_iteration_from_collate_does_not_end_an_iterable_epoch():
+def test_stop_iteration_from_collate():
+    """A StopIteration from collate does not end the epoch of an iterable dataset."""
+
     def collate(samples):
         raise StopIteration("collate")
 
@@ -245,7 +268,8 @@ def test_stop_iteration_from_collate_does_not_end_an_iterable_epoch():
         list(DataLoader(Sharded(4), num_workers=1, collate_fn=collate))
 
 
-def test_timeout_raises_and_loses_nothing():
+def test_timeout_loses_nothing():
+    """A timeout raises, and no batch is lost."""
     dataset = Gated(3, gated_index=0)
     iterator = iter(DataLoader(dataset, num_workers=2, timeout=0.05))
     with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
@@ -254,19 +278,23 @@ def test_timeout_raises_and_loses_nothing():
     assert outcomes(iterator) == [[0], [1], [4]]
 
 
-def test_a_timeout_of_the_users_own_is_not_taken_for_ours():
+def test_own_timeout_error_passes():
+    """A TimeoutError of the user's code is not taken for the loader's timeout."""
     loader = DataLoader(Raising(2, 0, TimeoutError("the server's")), num_workers=2, timeout=60)
     with pytest.raises(TimeoutError, match="the server's"):
         next(iter(loader))
 
 
-def test_timeout_without_workers_raises_as_in_torch():
+def test_timeout_needs_workers():
+    """A timeout without workers raises as in torch."""
     for cls in (DataLoader, torch.utils.data.DataLoader):
         with pytest.raises(AssertionError):
             iter(cls(Squares(), timeout=1))
 
 
-def test_a_raised_exception_keeps_no_batch_alive():
+def test_exception_keeps_no_batch():
+    """An exception that is kept keeps no batch alive."""
+
     class Sample:
         pass
 
@@ -320,7 +348,8 @@ class WrongCount(StagedDataset):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_load_many_must_give_one_for_each_index(is_async):
+def test_load_many_returns_all(is_async):
+    """load_many must return one sample for each index."""
     loader = DataLoader(WrongCount(is_async), batch_size=2, num_workers=2)
     found = outcomes(iter(loader))
     assert len(found) == 2
@@ -337,7 +366,8 @@ class FrozenError(Exception):
 
 
 @pytest.mark.parametrize("dataset", [Raising(4, 1, FrozenError()), FailsWith(FrozenError())])
-def test_an_exception_that_refuses_notes_is_raised_without_one(dataset):
+def test_exception_refuses_notes(dataset):
+    """An exception that refuses notes is raised without one."""
     iterator = iter(DataLoader(dataset, num_workers=2))
     found = []
     for _ in range(4):
@@ -359,7 +389,8 @@ class StopsItsLoop(StagedDataset):
         await asyncio.Event().wait()
 
 
-def test_a_load_that_stops_the_event_loop_is_an_error_and_not_a_hang():
+def test_load_stops_the_loop():
+    """A load that stops the event loop is an error and not a hang."""
     with pytest.raises(RuntimeError, match="event loop that runs the dataset's load has ended"):
         next(iter(DataLoader(StopsItsLoop(), num_workers=1, num_io_workers=1)))
 
@@ -374,7 +405,8 @@ class CancelsItself(StagedDataset):
         return index
 
 
-def test_a_load_that_cancels_itself_is_an_error_at_its_batch():
+def test_load_cancels_itself():
+    """A load that cancels itself is an error at its batch."""
     iterator = iter(DataLoader(CancelsItself(), num_workers=1))
     assert next(iterator).item() == 0
     with pytest.raises(asyncio.CancelledError):
@@ -382,7 +414,9 @@ def test_a_load_that_cancels_itself_is_an_error_at_its_batch():
     assert next(iterator).item() == 2
 
 
-def test_two_threads_with_a_loader_each_do_not_meet():
+def test_loaders_in_several_threads():
+    """Loaders that several threads iterate at the same time do not mix their batches."""
+
     def consume(name, size):
         results[name] = [batch.item() for batch in DataLoader(Squares(size), num_workers=2)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -42,7 +41,8 @@ def pool():
         yield executor
 
 
-def test_samples_are_preprocessed_in_the_pools_processes(pool):
+def test_preprocess_runs_in_pool(pool):
+    """Samples are preprocessed in the pool's processes."""
     loader = DataLoader(ProcessIds(40), batch_size=4, num_workers=2, preprocess_executor=pool)
     process_ids = {int(i) for batch in loader for i in batch}
     assert os.getpid() not in process_ids
@@ -56,14 +56,16 @@ class ProcessIds(Squares):
 
 @pytest.mark.parametrize("dataset", [Staged(30), StagedAsync(30), StagedMany(30)])
 @pytest.mark.parametrize("batch_size", [1, 7])
-def test_batches_are_the_same_as_without_it(pool, dataset, batch_size):
+def test_batches_equal_without_executor(pool, dataset, batch_size):
+    """Batches are the same with and without an executor."""
     arguments = {"batch_size": batch_size, "num_workers": 2}
     expected = list(DataLoader(dataset, **arguments))
     assert list(DataLoader(dataset, preprocess_executor=pool, **arguments)) == expected
 
 
 @pytest.mark.parametrize("dataset", [Squares(30), InBulk(30)])
-def test_a_dataset_in_one_piece_runs_there_whole(pool, dataset):
+def test_whole_dataset_runs_in_executor(pool, dataset):
+    """A dataset without stages runs in the executor as a whole."""
     for arguments in ({"batch_size": 7}, {"batch_size": None}, {"batch_size": 7, "shuffle": True}):
         loader = DataLoader(dataset, num_workers=2, preprocess_executor=pool, **arguments)
         got = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in loader])
@@ -90,7 +92,8 @@ class CountsCopies(StagedDataset):
         return raw
 
 
-def test_the_hook_travels_once_to_each_process(pool, tmp_path):
+def test_hook_is_unpickled_once(pool, tmp_path):
+    """Each process of the pool unpickles the hook once."""
     dataset = CountsCopies(tmp_path)
     for _ in range(3):
         loader = DataLoader(dataset, batch_size=8, num_workers=2, preprocess_executor=pool)
@@ -106,7 +109,8 @@ class RaisesRemotely(Squares):
         return index
 
 
-def test_an_exception_comes_back_to_its_batch(pool):
+def test_exception_returns_to_its_batch(pool):
+    """An exception of the executor's worker is raised at its batch."""
     loader = DataLoader(RaisesRemotely(9), batch_size=3, num_workers=2, preprocess_executor=pool)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1, 2]
@@ -124,7 +128,8 @@ class Dies(Squares):
         return index
 
 
-def test_a_broken_pool_is_an_error_at_its_batch_and_not_a_hang():
+def test_broken_pool_is_an_error():
+    """A broken pool is an error at its batch and not a hang."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         loader = DataLoader(Dies(30), num_workers=2, preprocess_executor=executor)
         iterator = iter(loader)
@@ -166,9 +171,8 @@ class Dataset(list):
         ('if __name__ == "__main__":', True, ("AttributeError", "Put it into a module of its own")),
     ],
 )
-def test_a_pool_whose_processes_cannot_run_the_dataset_says_what_to_do(
-    tmp_path, guard, hides_class, expected
-):
+def test_pool_cannot_import_dataset(tmp_path, guard, hides_class, expected):
+    """A pool whose processes cannot run the dataset is an error that says what to do."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(guard=guard, hides_class=hides_class))
     program = subprocess.run(
@@ -180,7 +184,8 @@ def test_a_pool_whose_processes_cannot_run_the_dataset_says_what_to_do(
     assert expected[1] in advice
 
 
-def test_an_executor_that_was_shut_down_is_an_error_and_not_a_hang():
+def test_executor_was_shut_down():
+    """An executor that was shut down is an error and not a hang."""
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     loader = DataLoader(Squares(4), num_workers=2, preprocess_executor=executor)
@@ -193,7 +198,8 @@ def fail():
 
 
 @pytest.mark.usefixtures("no_logging")
-def test_an_executor_that_breaks_with_its_lock_in_hand_is_an_error_and_not_a_hang():
+def test_executor_breaks_under_its_lock():
+    """An executor that breaks while it holds its lock is an error and not a hang."""
     with ThreadPoolExecutor(1, initializer=fail) as executor:
         iterator = iter(
             DataLoader(
@@ -210,9 +216,10 @@ def test_an_executor_that_breaks_with_its_lock_in_hand_is_an_error_and_not_a_han
 
 
 @pytest.mark.usefixtures("no_logging")
-def test_an_executor_that_breaks_where_no_thread_can_be_started_is_an_error_and_not_a_hang(
+def test_executor_breaks_without_threads(
     monkeypatch,
 ):
+    """An executor that breaks where no thread can be started is an error and not a hang."""
     start = threading.Thread.start
 
     def start_no_more(thread):
@@ -229,7 +236,8 @@ def test_an_executor_that_breaks_where_no_thread_can_be_started_is_an_error_and_
                 next(iterator)
 
 
-def test_an_executor_that_is_shut_down_with_its_lock_in_hand_is_an_error_and_not_a_hang():
+def test_shutdown_under_executor_lock():
+    """An executor that is shut down while it holds its lock is an error and not a hang."""
     executor = ThreadPoolExecutor(1)
     may_end = threading.Event()
     executor.submit(may_end.wait)
@@ -258,7 +266,8 @@ class Forgetful(Executor):
         return future
 
 
-def test_a_cancelled_task_is_an_error_at_its_batch():
+def test_cancelled_task_is_an_error():
+    """A cancelled task is an error at its batch."""
     from concurrent.futures import CancelledError  # noqa: PLC0415 (not asyncio's)
 
     loader = DataLoader(Squares(4), num_workers=2, preprocess_executor=Forgetful())
@@ -288,7 +297,8 @@ class Manual(Executor):
             future.set_result(fn(*args))
 
 
-def test_breaking_off_takes_back_what_the_executor_has_not_begun():
+def test_break_cancels_waiting_tasks():
+    """An abandoned epoch cancels the tasks that the executor has not begun."""
     executor = Manual()
     iterator = iter(DataLoader(Squares(40), num_workers=2, preprocess_executor=executor))
     consumer = threading.Thread(target=next, args=[iterator])
@@ -302,31 +312,8 @@ def test_breaking_off_takes_back_what_the_executor_has_not_begun():
     assert all(future.cancelled() for future in waiting)
 
 
-class Unwilling(Future):
-    """Whoever cancels it waits until it may be cancelled, and Ctrl-C is pressed meanwhile."""
-
-    may_be_cancelled = threading.Event()
-
-    def cancel(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        assert self.may_be_cancelled.wait(PATIENCE_SECONDS)
-        return super().cancel()
-
-
-class WithUnwilling(Executor):
-    """Runs the first task at once, and no other."""
-
-    has_run = False
-
-    def submit(self, fn, /, *args, **kwargs):
-        future = Unwilling()
-        if not self.has_run:
-            self.has_run = True
-            future.set_result(fn(*args))
-        return future
-
-
-def test_a_new_epoch_is_not_cancelled_with_the_old_one():
+def test_new_epoch_is_not_cancelled():
+    """Cancelling an abandoned epoch does not cancel tasks of the next one."""
     with ThreadPoolExecutor(2) as executor:
         loader = DataLoader(
             Staged(40), num_workers=2, persistent_workers=True, preprocess_executor=executor
@@ -370,7 +357,8 @@ class RunsTheFirst(Executor):
         return future
 
 
-def test_a_forked_child_does_not_take_back_its_parents_tasks():
+def test_fork_keeps_parents_tasks():
+    """A forked child does not cancel its parent's tasks."""
     reader, writer = os.pipe()
     executor = RunsTheFirst(lambda: Remote(writer))
     executor.may_go.set()
@@ -391,7 +379,8 @@ def test_a_forked_child_does_not_take_back_its_parents_tasks():
     os.close(writer)
 
 
-def test_a_task_that_is_handed_over_while_the_loop_is_left_is_taken_back():
+def test_late_task_is_cancelled():
+    """A task that is submitted while the loop is left is cancelled."""
     executor = RunsTheFirst(Future)
     loader = DataLoader(Staged(40), num_workers=1, num_io_workers=1, preprocess_executor=executor)
     iterator = iter(loader)
@@ -430,7 +419,9 @@ def test_ctrl_c_in_submit_closes():
         assert [batch.item() for batch in loader] == [i * i for i in range(6)]
 
 
-def test_a_dataset_that_cannot_be_pickled_is_refused_with_advice():
+def test_unpicklable_dataset_is_refused():
+    """A dataset that cannot be pickled is refused, with advice."""
+
     class Local(Squares):
         pass
 
@@ -440,7 +431,8 @@ def test_a_dataset_that_cannot_be_pickled_is_refused_with_advice():
             iter(loader)
 
 
-def test_an_executor_of_threads_will_do():
+def test_executor_of_threads():
+    """An executor of threads can preprocess samples too."""
     with ThreadPoolExecutor(2) as executor:
         loader = DataLoader(Squares(20), num_workers=1, preprocess_executor=executor)
         assert [batch.item() for batch in loader] == [i * i for i in range(20)]

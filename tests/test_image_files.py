@@ -674,7 +674,7 @@ def test_no_limit_is_no_limit():
 def test_twelve_bit_jpeg_is_named(arguments):
     """The error for a JPEG of 12 bits says what it is."""
     text = reason((FILES / "12_bits.jpg").read_bytes(), **arguments)
-    assert text == "it is a JPEG of 12 bits, and FFmpeg decodes those of 8 bits alone."
+    assert text == "it is a JPEG of 12 bits, and FFmpeg decodes only those of 8 bits."
 
 
 def test_arithmetic_jpeg_is_refused():

@@ -40,38 +40,45 @@ def join_own_threads():
             assert not thread.is_alive(), thread.name
 
 
-def test_workers_start_with_the_first_batch_and_not_before():
+def test_workers_start_at_first_batch():
+    """Workers start with the first batch and not before."""
     iterator = iter(DataLoader(Squares(), num_workers=3))
     assert own_thread_names() == []
     next(iterator)
     assert len(own_thread_names()) == 3
 
 
-def test_no_thread_after_the_last_batch():
+def test_end_of_epoch_ends_workers():
+    """No thread is left after the last batch."""
     for _ in DataLoader(Squares(), num_workers=2):
         pass
     assert own_thread_names() == []
 
 
-def test_an_exhausted_iterator_stays_exhausted():
+def test_exhausted_iterator_stays_exhausted():
+    """An iterator that has ended raises StopIteration again."""
     iterator = iter(DataLoader(Squares(2), num_workers=2))
     assert len(list(iterator)) == 2
     assert list(iterator) == []
 
 
 @pytest.mark.parametrize("dataset", [Squares(), Sharded(), Staged(), StagedAsync()])
-def test_no_thread_after_break(dataset):
+def test_break_ends_workers(dataset):
+    """No thread is left after a break."""
     for _ in DataLoader(dataset, num_workers=2):
         break
     assert own_thread_names() == []
 
 
-def test_no_thread_after_dropping_an_iterator_that_was_never_used():
+def test_unused_iterator_leaves_no_thread():
+    """An iterator that was never used leaves no thread."""
     iter(DataLoader(Squares(), num_workers=2))
     assert own_thread_names() == []
 
 
-def test_a_dropped_iterator_frees_its_batches_without_the_garbage_collector():
+def test_dropped_iterator_frees_batches():
+    """A dropped iterator frees its batches without the garbage collector."""
+
     class Batch:
         def __init__(self, samples):
             batches.add(self)
@@ -87,7 +94,9 @@ def test_a_dropped_iterator_frees_its_batches_without_the_garbage_collector():
     assert len(batches) == 0
 
 
-def test_a_waiting_worker_keeps_nothing_of_its_last_batch():
+def test_idle_worker_keeps_no_batch():
+    """A waiting worker keeps nothing of its last batch."""
+
     class Sample:
         pass
 
@@ -106,7 +115,8 @@ def test_a_waiting_worker_keeps_nothing_of_its_last_batch():
         assert len(alive) == 0
 
 
-def test_an_iterator_that_nobody_else_holds_gives_its_batch():
+def test_next_of_temporary_iterator():
+    """An iterator without any other reference returns its batch and leaves no thread."""
     assert iter(DataLoader(Squares(), num_workers=2)).__next__().item() == 0
     assert own_thread_names() == []
 
@@ -132,7 +142,8 @@ def collect(alive):
     return time.monotonic() - started
 
 
-def test_workers_of_cyclic_garbage_end_when_it_is_collected():
+def test_collected_cycle_ends_workers():
+    """The workers of an iterator in a reference cycle end when it is collected."""
     trainer = Trainer()
     list(trainer.loader)
     alive = weakref.ref(trainer)
@@ -143,7 +154,8 @@ def test_workers_of_cyclic_garbage_end_when_it_is_collected():
 
 
 @pytest.mark.filterwarnings("error")
-def test_garbage_collected_while_the_threads_are_counted_is_not_waited_for():
+def test_collection_under_threading_lock():
+    """A collection while the threads are counted waits only for a moment."""
     trainer = Trainer()
     list(trainer.loader)
     threads = trainer.loader._iterator._workers
@@ -159,7 +171,8 @@ def test_garbage_collected_while_the_threads_are_counted_is_not_waited_for():
 
 @pytest.mark.skipif(HAS_GIL, reason="what a thread drops goes in that thread")
 @pytest.mark.filterwarnings("error")
-def test_what_another_thread_has_dropped_is_not_waited_for_while_the_threads_are_counted():
+def test_drop_under_threading_lock():
+    """Dropping an iterator in another thread while threads are counted waits only for a moment."""
     iterators = [iter(DataLoader(Squares(), num_workers=2))]
     next(iterators[0])
     threads = iterators[0]._workers
@@ -201,8 +214,8 @@ class Locking(Squares):
 
 
 @pytest.mark.filterwarnings("error")
-def test_garbage_collected_with_a_lock_that_the_workers_need_is_not_waited_for():
-    """As that of a logging handler: garbage is collected anywhere."""
+def test_collection_under_needed_lock():
+    """A collection waits only for a moment for workers that need a lock of its thread."""
     dataset = Locking()
     with dataset.lock:
         iterator = iter(DataLoader(dataset, num_workers=2))
@@ -219,7 +232,8 @@ def test_garbage_collected_with_a_lock_that_the_workers_need_is_not_waited_for()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="threads have no context before")
-def test_workers_do_not_keep_what_is_in_the_callers_context():
+def test_workers_keep_no_context():
+    """Workers do not keep the values of the caller's context."""
     current = contextvars.ContextVar("current")
 
     def train():
@@ -232,7 +246,8 @@ def test_workers_do_not_keep_what_is_in_the_callers_context():
     assert own_thread_names() == []
 
 
-def test_a_loop_that_is_left_in_a_coroutine_of_another_thread_leaves_no_worker():
+def test_break_in_a_coroutine():
+    """A loop that is left in a coroutine of another thread leaves no worker."""
     dataset = Gated(20, gated_index=3)
     names = []
 
@@ -279,7 +294,9 @@ class FailingAsync(Failing):
 
 @pytest.mark.parametrize("cls", [Failing, FailingAsync])
 @pytest.mark.parametrize("stage", ["load", "preprocess", "collate"])
-def test_no_thread_after_an_exception_in_a_stage(cls, stage):
+def test_stage_error_leaves_no_thread(cls, stage):
+    """No thread is left after an exception in a stage."""
+
     def train():
         for _ in DataLoader(cls(stage), batch_size=2, num_workers=2):
             pass
@@ -289,7 +306,9 @@ def test_no_thread_after_an_exception_in_a_stage(cls, stage):
     assert own_thread_names() == []
 
 
-def test_no_thread_after_an_exception_in_worker_init_fn():
+def test_init_error_leaves_no_thread():
+    """No thread is left after an exception in worker_init_fn."""
+
     def fail(worker_id):
         raise LookupError(f"worker {worker_id}")
 
@@ -299,7 +318,9 @@ def test_no_thread_after_an_exception_in_worker_init_fn():
     assert own_thread_names() == []
 
 
-def test_no_thread_after_an_exception_in_the_training_loop():
+def test_loop_error_leaves_no_thread():
+    """No thread is left after an exception in the training loop."""
+
     def train():
         for _ in DataLoader(Squares(), num_workers=2):
             raise LookupError
@@ -309,7 +330,8 @@ def test_no_thread_after_an_exception_in_the_training_loop():
     assert own_thread_names() == []
 
 
-def test_close_ends_all_iterators_and_may_be_repeated():
+def test_close_can_be_repeated():
+    """close() ends all iterators and may be called again."""
     loader = DataLoader(Squares(), num_workers=2)
     iterators = [iter(loader), iter(loader)]
     for iterator in iterators:
@@ -325,12 +347,14 @@ def test_close_ends_all_iterators_and_may_be_repeated():
 
 
 def test_leaving_the_context_closes():
+    """Leaving the context of a loader closes it."""
     with DataLoader(Squares(), num_workers=2) as loader:
         next(iter(loader))
     assert own_thread_names() == []
 
 
-def test_close_wakes_a_consumer_that_waits():
+def test_close_wakes_waiting_consumer():
+    """close() in another thread wakes a consumer that waits for a batch."""
     dataset = Gated(4, gated_index=0)
     loader = DataLoader(dataset, num_workers=2)
     outcome = []
@@ -389,14 +413,16 @@ def test_ctrl_c_closes_the_iterator():
     join_own_threads()
 
 
-def test_a_second_epoch_after_break_starts_from_the_beginning():
+def test_break_then_second_epoch():
+    """An epoch after a break starts with the first batch."""
     loader = DataLoader(Squares(9), batch_size=3, num_workers=2)
     for _ in loader:
         break
     assert [batch.tolist() for batch in loader] == [[0, 1, 4], [9, 16, 25], [36, 49, 64]]
 
 
-def test_several_iterators_of_one_loader_live_side_by_side():
+def test_several_iterators_of_one_loader():
+    """Several iterators of one loader are used side by side."""
     loader = DataLoader(Squares(6), batch_size=2, num_workers=2)
     pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
     assert pairs == [([0, 1], [0, 1]), ([4, 9], [4, 9]), ([16, 25], [16, 25])]
@@ -409,7 +435,8 @@ class Nested(Squares):
         return sum(batch.sum().item() for batch in DataLoader(Squares(index), num_workers=2))
 
 
-def test_a_dataset_may_use_a_loader_in_its_worker():
+def test_loader_inside_a_worker():
+    """A dataset may use a loader in its worker."""
     loader = DataLoader(Nested(8), num_workers=3)
     assert [b.item() for b in loader] == [sum(i * i for i in range(n)) for n in range(8)]
 
@@ -417,7 +444,9 @@ def test_a_dataset_may_use_a_loader_in_its_worker():
 # -- persistent workers ----------------------------------------------------------------------------
 
 
-def test_persistent_workers_stay_between_epochs():
+def test_persistent_workers_stay():
+    """Persistent workers stay from epoch to epoch."""
+
     class ThreadIds(Squares):
         def __getitem__(self, index):
             barrier.wait(PATIENCE_SECONDS)
@@ -432,7 +461,8 @@ def test_persistent_workers_stay_between_epochs():
     assert own_thread_names() == []
 
 
-def test_persistent_workers_end_with_their_loader():
+def test_persistent_workers_end_with_loader():
+    """Persistent workers end when their loader is dropped."""
     loader = DataLoader(Squares(), num_workers=2, persistent_workers=True)
     next(iter(loader))
     assert len(own_thread_names()) == 2
@@ -440,7 +470,8 @@ def test_persistent_workers_end_with_their_loader():
     assert own_thread_names() == []
 
 
-def test_nothing_of_a_broken_off_epoch_reaches_the_next():
+def test_abandoned_epoch_leaves_nothing():
+    """No batch of an abandoned epoch reaches the next one."""
     dataset = Gated(12, gated_index=2)
     loader = DataLoader(dataset, num_workers=2, persistent_workers=True, shuffle=False)
     for batch in loader:
@@ -453,14 +484,16 @@ def test_nothing_of_a_broken_off_epoch_reaches_the_next():
     loader.close()
 
 
-def test_persistent_iterable_workers_begin_each_epoch_afresh():
+def test_persistent_iterable_workers_start_over():
+    """Persistent workers start an iterable dataset from its beginning in each epoch."""
     loader = DataLoader(Sharded(7), num_workers=2, batch_size=2, persistent_workers=True)
     epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
     assert epochs == [[[0, 2], [1, 3], [4, 6], [5]]] * 3
     loader.close()
 
 
-def test_persistent_workers_keep_their_copy_of_an_iterable_dataset():
+def test_persistent_workers_keep_their_copy():
+    """Persistent workers keep their copy of an iterable dataset."""
     loader = DataLoader(Counting(), num_workers=1, persistent_workers=True)
     assert [[batch.item() for batch in loader] for _ in range(3)] == [[1], [2], [3]]
     assert loader.dataset.num_epochs == 0
@@ -475,7 +508,9 @@ class Counting(IterableDataset):
         yield self.num_epochs
 
 
-def test_persistent_workers_recover_from_an_exception_in_their_set_up():
+def test_persistent_workers_recover():
+    """Persistent workers recover from an exception in their set-up."""
+
     def fail_once(worker_id):
         if not failures:
             failures.append(worker_id)
@@ -494,7 +529,8 @@ def test_persistent_workers_recover_from_an_exception_in_their_set_up():
 # -- the process -----------------------------------------------------------------------------------
 
 
-def test_a_forked_child_is_told_to_make_its_own_iterator():
+def test_fork_needs_its_own_iterator():
+    """A forked child is told to make its own iterator."""
     iterator = iter(DataLoader(Squares(), num_workers=2))
     next(iterator)
     read_end, write_end = os.pipe()
@@ -513,7 +549,8 @@ def test_a_forked_child_is_told_to_make_its_own_iterator():
     assert "Call iter(loader) in the child process" in message
 
 
-def test_a_forked_child_does_not_disturb_the_parents_event_loop():
+def test_fork_keeps_parents_event_loop():
+    """A forked child does not disturb the parent's event loop."""
     loader = DataLoader(StagedAsync(6), num_workers=1, batch_size=6)
     expected = list(loader)
     child = os.fork()
@@ -528,8 +565,8 @@ def test_a_forked_child_does_not_disturb_the_parents_event_loop():
     assert list(loader) == expected
 
 
-def test_a_fork_finds_no_lock_that_a_worker_may_hold_and_the_child_needs():
-    """One that is held in the instant of a fork is held in the child for ever."""
+def test_fork_finds_no_held_lock():
+    """No lock of ours can be held during a fork, since it would stay held in the child."""
     loader = DataLoader(Staged(), num_workers=2, on_error=RetryLoad())
     ours = [module for name, module in sys.modules.items() if name.startswith("spdl_torch.")]
     assert len(ours) > 40
@@ -561,7 +598,8 @@ class Seeded(IterDataPipe):
         return self
 
 
-def test_a_forked_child_can_load_from_datapipes_although_a_worker_was_seeding_one():
+def test_fork_while_seeding_datapipes():
+    """A child forked while a worker seeds a datapipe can load from datapipes."""
     thread = threading.Thread(target=lambda: list(DataLoader(Seeded(), num_workers=1)))
     thread.start()
     assert Seeded.is_waiting.wait(PATIENCE_SECONDS)
@@ -578,7 +616,8 @@ def test_a_forked_child_can_load_from_datapipes_although_a_worker_was_seeding_on
     thread.join(PATIENCE_SECONDS)
 
 
-def test_the_intra_op_threads_of_other_threads_are_left_alone():
+def test_intra_op_threads_elsewhere():
+    """The number of intra-op threads of other threads does not change."""
     # In a new process: a thread decides on its number once, when it first needs one.
     program = (
         "import torch, threading\n"
@@ -665,11 +704,13 @@ def consume(iterator):
         "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
     ],
 )
-def test_the_interpreter_exits_with_a_live_iterator(state):
+def test_exit_with_live_iterator(state):
+    """The interpreter exits with a live iterator."""
     assert_says_nothing(EXIT + state)
 
 
-def test_an_uncaught_exception_ends_the_program_with_its_traceback():
+def test_uncaught_exception_ends_program():
+    """An uncaught exception ends the program with its traceback."""
     program = subprocess.run(
         [sys.executable, "-c", EXIT + "for _ in DataLoader(Data(), num_workers=2): 1 / 0"],
         capture_output=True,
@@ -698,7 +739,8 @@ class Meeting(Squares):
 
 @pytest.mark.parametrize("num_workers", [1, 2, 7])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_all_workers_work_at_the_same_time(num_workers, batch_size):
+def test_workers_run_in_parallel(num_workers, batch_size):
+    """All workers work at the same time."""
     dataset = Meeting(3 * num_workers * batch_size, num_workers)
     loader = DataLoader(dataset, batch_size=batch_size, num_workers=num_workers)
     assert len(list(loader)) == 3 * num_workers
@@ -732,7 +774,8 @@ class AsyncMeeting(StagedMeeting):
 
 @pytest.mark.parametrize("cls", [StagedMeeting, AsyncMeeting])
 @pytest.mark.parametrize("batch_size", [4, 12, None])
-def test_each_stage_has_its_own_width(cls, batch_size):
+def test_each_stage_has_its_width(cls, batch_size):
+    """Each stage has its own number of workers."""
     loader = DataLoader(
         cls(num_io=12, num_cpu=3),
         batch_size=batch_size,
@@ -758,7 +801,8 @@ class RecordingSampler:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"buffer_size": 3}, {"prefetch_factor": 5}])
-def test_no_more_than_the_window_is_in_flight(arguments):
+def test_window_bounds_batches_in_flight(arguments):
+    """No more batches than the window holds are in flight."""
     sampler = RecordingSampler(400)
     loader = DataLoader(Squares(400), sampler=sampler, batch_size=2, num_workers=2, **arguments)
     window = arguments.get("buffer_size") or arguments.get("prefetch_factor", 2) * 2
@@ -770,7 +814,8 @@ def test_no_more_than_the_window_is_in_flight(arguments):
     assert list(iterator) == []
 
 
-def test_a_slow_sample_holds_up_only_its_own_batch():
+def test_slow_sample_delays_its_batch():
+    """A slow sample delays only its own batch."""
     dataset = Gated(8, gated_index=1)
     iterator = iter(DataLoader(dataset, num_workers=2, in_order=False))
     seen = [next(iterator).item() for _ in range(7)]
@@ -781,7 +826,9 @@ def test_a_slow_sample_holds_up_only_its_own_batch():
     assert list(iterator) == []
 
 
-def test_in_order_waits_for_the_slow_batch_while_the_others_are_made():
+def test_in_order_waits_for_slow_batch():
+    """In order, the loop waits for the slow batch while the others are made."""
+
     class Released(Gated):
         def __getitem__(self, index):
             if index == 3:
@@ -792,7 +839,9 @@ def test_in_order_waits_for_the_slow_batch_while_the_others_are_made():
     assert [batch.item() for batch in loader] == [index * index for index in range(8)]
 
 
-def test_each_worker_runs_torch_with_one_intra_op_thread():
+def test_one_intra_op_thread_per_worker():
+    """Each worker runs torch with one intra-op thread."""
+
     class NumThreads(Squares):
         def __getitem__(self, index):
             assert get_worker_info() is not None
@@ -807,7 +856,8 @@ def test_each_worker_runs_torch_with_one_intra_op_thread():
         torch.set_num_threads(before)
 
 
-def test_raising_does_not_end_a_worker():
+def test_error_does_not_end_worker():
+    """A worker survives an exception of the dataset."""
     loader = DataLoader(Raising(40, 3, LookupError()), num_workers=1)
     iterator = iter(loader)
     seen = []

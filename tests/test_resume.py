@@ -46,14 +46,16 @@ WITH_OWN_RANDOM_NUMBERS = sorted(ARGUMENTS.keys() - set(DRAW_FROM_THE_GLOBAL_GEN
 
 
 @all_orders
-def test_a_restored_loader_goes_on_with_the_batches_that_were_left(name, num_workers):
+def test_restored_loader_delivers_the_rest(name, num_workers):
+    """A restored loader resumes with the batches that were left."""
     for num_batches in (1, 3):
         state, rest = interrupted_run(name, num_batches, num_workers=num_workers)
         assert restored_batches(name, state, num_workers=num_workers) == rest
 
 
 @all_ways
-def test_a_later_epoch_is_restored_too(name, workers):
+def test_later_epoch_is_restored(name, workers):
+    """A later epoch is restored too."""
     state, rest = interrupted_run(name, 2, num_epochs=2, **WORKERS[workers])
     assert restored_batches(name, state, **WORKERS[workers]) == rest
 
@@ -73,9 +75,8 @@ def run_and_save(loader, num_batches):
 
 @pytest.mark.parametrize("num_batches", [0, 3, None])
 @all_ways
-def test_the_epochs_after_it_are_the_same_too_if_torchs_generator_is_restored(
-    name, workers, num_batches
-):
+def test_later_epochs_follow_restored_generator(name, workers, num_batches):
+    """The epochs after it are the same too if torch's generator is restored."""
     torch.manual_seed(5)
     states, then = run_and_save(loader_of(name, **WORKERS[workers]), num_batches)
     torch.manual_seed(6)
@@ -86,7 +87,8 @@ def test_the_epochs_after_it_are_the_same_too_if_torchs_generator_is_restored(
     assert found == then
 
 
-def test_going_on_does_not_touch_what_other_threads_draw_from_torchs_generator():
+def test_resuming_leaves_other_threads_draws():
+    """Resuming does not touch what other threads draw from torch's generator."""
     loader = loader_of("shuffle", num_workers=2)
     take(iter(loader), 1)
     state = saved(loader)
@@ -119,24 +121,28 @@ def test_going_on_does_not_touch_what_other_threads_draw_from_torchs_generator()
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (1, 5)])
-def test_the_number_of_workers_may_be_another(before, after):
+def test_number_of_workers_may_change(before, after):
+    """The number of workers may be different."""
     state, rest = interrupted_run("shuffle", 2, num_workers=before)
     assert restored_batches("shuffle", state, num_workers=after) == rest
 
 
 @pytest.mark.parametrize("name", ["DistributedRandomSampler", "stateful sampler", "weighted"])
-def test_worker_processes_are_restored_too(name):
+def test_worker_processes_are_restored(name):
+    """Worker processes are restored too."""
     state, rest = interrupted_run(name, 2, **PROCESSES)
     assert restored_batches(name, state, **PROCESSES) == rest
 
 
-def test_persistent_worker_processes_are_restored_in_a_later_epoch():
+def test_persistent_processes_resume_later_epoch():
+    """Persistent worker processes are restored in a later epoch."""
     extra = PROCESSES | {"persistent_workers": True}
     state, rest = interrupted_run("shuffle", 2, num_epochs=1, **extra)
     assert restored_batches("shuffle", state, **extra) == rest
 
 
-def test_a_state_of_worker_threads_is_good_for_worker_processes_and_back():
+def test_threads_and_processes_exchange_states():
+    """A state of worker threads is good for worker processes and back."""
     state, rest = interrupted_run("shuffle", 2, num_workers=2)
     assert restored_batches("shuffle", state, **PROCESSES) == rest
     state, rest = interrupted_run("shuffle", 2, **PROCESSES)
@@ -144,7 +150,8 @@ def test_a_state_of_worker_threads_is_good_for_worker_processes_and_back():
 
 
 @pytest.mark.parametrize("name", WITH_OWN_RANDOM_NUMBERS)
-def test_the_epochs_after_a_restored_one_are_those_of_the_uninterrupted_run(name):
+def test_later_epochs_match_uninterrupted_run(name):
+    """The epochs after a restored one are those of the uninterrupted run."""
     torch.manual_seed(7)
     with loader_of(name, num_workers=2) as loader:
         iterator = iter(loader)
@@ -170,7 +177,8 @@ class WaitsForTheFourth(Indices):
         return super().__getitem__(index)
 
 
-def test_what_was_loaded_ahead_does_not_count():
+def test_prefetched_batches_do_not_count():
+    """What was prefetched does not count."""
     dataset = WaitsForTheFourth()
     with DataLoader(dataset, num_workers=2, prefetch_factor=4) as loader:
         assert take(iter(loader), 1) == [[0]]
@@ -191,7 +199,9 @@ class SplitsATensor:
         return iter(self.sampler.split(3))
 
 
-def test_a_batch_sampler_may_have_anything_for_its_sampler():
+def test_batch_sampler_over_any_iterable():
+    """A batch sampler may have anything for its sampler."""
+
     def loader():
         return DataLoader(Indices(), batch_sampler=SplitsATensor())
 
@@ -211,13 +221,15 @@ class SeededByWorker(Indices):
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1])
-def test_own_generator_is_restored_between_epochs(num_epochs):
-    """A state saved before an epoch has drawn has the state of the loader's own generator."""
+@pytest.mark.parametrize("num_batches", [None, 0, 2], ids=["between epochs", "begun", "middle"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_own_generator_is_restored(num_epochs, num_batches, shuffle):
+    """A state has the loader's own generator, so that the later epochs are the same too."""
 
     def loader(seed):
         return DataLoader(
             SeededByWorker(),
-            shuffle=True,
+            shuffle=shuffle,
             num_workers=2,
             generator=generator(seed),
             collate_fn=list,
@@ -226,8 +238,12 @@ def test_own_generator_is_restored_between_epochs(num_epochs):
     with loader(3) as uninterrupted:
         for _ in range(num_epochs):
             batches(uninterrupted)
+        rest = uninterrupted
+        if num_batches is not None:
+            rest = iter(uninterrupted)
+            take(rest, num_batches)
         state = saved(uninterrupted)
-        expected = [batches(uninterrupted), batches(uninterrupted)]
+        expected = [batches(rest), batches(uninterrupted)]
     with loader(4) as resumed:
         resumed.load_state_dict(state)
         assert [batches(resumed), batches(resumed)] == expected
@@ -236,7 +252,9 @@ def test_own_generator_is_restored_between_epochs(num_epochs):
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("num_epochs", [0, 1])
 @pytest.mark.parametrize("is_saved_between", [False, True])
-def test_the_seed_of_the_workers_is_restored(persistent_workers, num_epochs, is_saved_between):
+def test_worker_seed_is_restored(persistent_workers, num_epochs, is_saved_between):
+    """The seed of the workers is restored."""
+
     def loader():
         return DataLoader(
             SeededByWorker(),
@@ -267,7 +285,8 @@ def as_it_is(samples):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_random_numbers_of_the_samples_left_are_those_of_the_uninterrupted_run(name):
+def test_random_numbers_match_uninterrupted_run(name):
+    """The random numbers of the samples left are those of the uninterrupted run."""
     extra = {"dataset": Noisy(), "collate_fn": as_it_is, "persistent_workers": True}
     for num_epochs, num_batches in [(0, 2), (1, 1)]:
         state, rest = interrupted_run(
@@ -277,7 +296,9 @@ def test_the_random_numbers_of_the_samples_left_are_those_of_the_uninterrupted_r
 
 
 @pytest.mark.parametrize("name", ["shuffle", "weighted", "DistributedRandomSampler"])
-def test_the_random_numbers_of_a_sample_do_not_depend_on_its_batch(name):
+def test_random_numbers_ignore_batch_size(name):
+    """The random numbers of a sample do not depend on its batch."""
+
     def loader(batch_size):
         arguments = ARGUMENTS[name](3) | {"batch_size": batch_size, "collate_fn": list}
         return DataLoader(Noisy(), num_workers=2, **arguments)
@@ -298,7 +319,8 @@ def test_the_random_numbers_of_a_sample_do_not_depend_on_its_batch(name):
 
 
 @all_ways
-def test_resuming_draws_no_more_of_the_global_generator_than_an_ordinary_epoch(name, workers):
+def test_resuming_draws_no_extra_seeds(name, workers):
+    """Resuming draws no more of the global generator than an ordinary epoch."""
     torch.manual_seed(999)
     possible = [torch.get_rng_state()]
     torch.empty((), dtype=torch.int64).random_()  # The seed of the workers.
@@ -347,14 +369,15 @@ def epochs(cls, name, moments=(), **extra):
 
 
 @all_orders
-def test_saving_changes_neither_the_batches_nor_the_generators_of_torchs_loader(name, num_workers):
+def test_saving_changes_no_generator(name, num_workers):
+    """Saving changes neither the batches nor the generators of torch's loader."""
     expected = epochs(torch.utils.data.DataLoader, name)
     for moments in ((), *zip(MOMENTS, strict=True), MOMENTS):
         assert epochs(DataLoader, name, moments, num_workers=num_workers) == expected, moments
 
 
 @pytest.mark.parametrize("name", ["shuffle", "shuffle, own generator", "weighted"])
-def test_saving_changes_nothing_with_persistent_workers(name):
+def test_saving_keeps_persistent_workers(name):
     """They draw their seed once, and not once in an epoch."""
     extra = {"num_workers": 1, "persistent_workers": True}
     expected = epochs(torch.utils.data.DataLoader, name, **extra)
@@ -362,7 +385,9 @@ def test_saving_changes_nothing_with_persistent_workers(name):
         assert epochs(DataLoader, name, moments, **extra) == expected, moments
 
 
-def test_two_loaders_in_turn_are_restored_each_to_its_own_place():
+def test_two_loaders_resume_separately():
+    """Two loaders in turn are restored each to its own place."""
+
     def both():
         return DataLoader(Indices(), shuffle=True), loader_of("weighted", num_workers=2)
 
@@ -394,7 +419,8 @@ DATASET_WORKERS = {
 
 @pytest.mark.parametrize("num_batches", [0, 2, 7])
 @pytest.mark.parametrize("workers", DATASET_WORKERS)
-def test_the_state_of_a_dataset_is_saved_and_restored(workers, num_batches):
+def test_dataset_state_is_restored(workers, num_batches):
+    """The state of a dataset is saved and restored."""
     extra = DATASET_WORKERS[workers]
     with loader_of("in sequence", dataset=Graded(level=2), **extra) as loader:
         iterator = iter(loader)
@@ -410,7 +436,8 @@ def test_the_state_of_a_dataset_is_saved_and_restored(workers, num_batches):
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("workers", ["threads", "copies", "processes"])
-def test_workers_that_have_a_dataset_already_are_given_its_state_too(workers, persistent_workers):
+def test_running_workers_get_dataset_state(workers, persistent_workers):
+    """Workers that have a dataset already are given its state too."""
     state, rest = interrupted_run("in sequence", 2, dataset=Graded(level=1))
     extra = DATASET_WORKERS[workers] | {"persistent_workers": persistent_workers}
     with loader_of("in sequence", dataset=Graded(level=3), **extra) as loader:
@@ -419,7 +446,8 @@ def test_workers_that_have_a_dataset_already_are_given_its_state_too(workers, pe
         assert batches(loader) == rest
 
 
-def test_the_state_of_a_dataset_is_a_copy():
+def test_dataset_state_is_copied():
+    """The state of a dataset is a copy."""
     dataset = Graded(level=1)
     loader = DataLoader(dataset)
     state = loader.state_dict()
@@ -444,9 +472,9 @@ class KeepsTheGlobalGenerator(Indices):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [None, 0, 2])
 @pytest.mark.parametrize("name", ["shuffle", "weighted", "in sequence"])
-def test_a_dataset_that_keeps_the_global_generator_makes_the_whole_run_exact(
-    name, num_batches, num_workers
-):
+def test_dataset_may_keep_global_generator(name, num_batches, num_workers):
+    """A dataset that keeps the global generator makes the whole run exact."""
+
     def train(loader):
         return [(batch.tolist(), torch.rand(()).item()) for batch in loader]
 
@@ -478,7 +506,8 @@ COPIED = {
 
 @pytest.mark.parametrize("how", COPIED)
 @pytest.mark.parametrize("name", SOME)
-def test_a_copy_of_a_loader_has_the_loaded_state_too(name, how):
+def test_copied_loader_has_loaded_state(name, how):
+    """A copy of a loader has the loaded state too."""
     state, rest = interrupted_run(name, 2)
     twin = COPIED[how](restored(name, state))
     assert saved(twin) == state
@@ -487,7 +516,8 @@ def test_a_copy_of_a_loader_has_the_loaded_state_too(name, how):
 
 @pytest.mark.parametrize("how", COPIED)
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_and_its_copy_go_their_own_ways(how, num_workers):
+def test_copied_loader_is_independent(how, num_workers):
+    """A loader and its copy go their own ways."""
     state, rest = interrupted_run("shuffle", 2, num_workers=num_workers)
     original = restored("shuffle", state, num_workers=num_workers)
     with original, COPIED[how](original) as twin:
@@ -499,7 +529,8 @@ def test_a_loader_and_its_copy_go_their_own_ways(how, num_workers):
     assert restored_batches("shuffle", states[1]) == rest[3:]
 
 
-def test_a_pickled_loader_has_a_sampler_of_its_own():
+def test_pickled_loader_has_own_sampler():
+    """A pickled loader has a sampler of its own."""
     state, rest = interrupted_run("DistributedRandomSampler", 2)
     loader = restored("DistributedRandomSampler", state)
     twin = pickle.loads(pickle.dumps(loader))
@@ -524,7 +555,8 @@ HUGE = {
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", HUGE)
-def test_a_state_of_a_billion_samples_is_small_and_made_at_once(name, num_workers):
+def test_state_of_billion_samples_is_small(name, num_workers):
+    """A state of a billion samples is small and made at once."""
     with DataLoader(
         Indices(BILLION), batch_size=64, num_workers=num_workers, **HUGE[name]()
     ) as loader:
@@ -546,7 +578,9 @@ def half_way(state):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", HUGE)
-def test_the_middle_of_a_billion_samples_is_found_at_once(name, num_workers):
+def test_billion_samples_resume_at_once(name, num_workers):
+    """The middle of a billion samples is found at once."""
+
     def loader():
         return DataLoader(Indices(BILLION), num_workers=num_workers, **HUGE[name]())
 
@@ -564,7 +598,7 @@ def test_the_middle_of_a_billion_samples_is_found_at_once(name, num_workers):
 
 
 @pytest.mark.parametrize("cls", [DistributedRandomSampler, DistributedDeterministicSampler])
-def test_a_billion_samples_are_dealt_out_anew_at_once(cls):
+def test_billion_samples_reshard_at_once(cls):
     """A hundred million ranks are half-way through after five batches each."""
     num_ranks = BILLION // 10
     loader = DataLoader(Indices(BILLION), sampler=cls(BILLION, rank=7, world_size=num_ranks))
@@ -583,7 +617,8 @@ def test_a_billion_samples_are_dealt_out_anew_at_once(cls):
 
 
 @all_orders
-def test_resuming_reads_no_sample_that_was_delivered(name, num_workers):
+def test_delivered_samples_are_not_read(name, num_workers):
+    """Resuming reads no sample that was delivered."""
     state, rest = interrupted_run(name, 3, num_workers=num_workers)
     dataset = Indices()
     assert restored_batches(name, state, dataset=dataset, num_workers=num_workers) == rest

@@ -28,7 +28,8 @@ from .resuming import (
 
 
 @pytest.mark.parametrize("extra", [{}, {"num_workers": 2}, PROCESSES], ids=str)
-def test_a_batch_whose_dataset_raised_counts_as_delivered(extra):
+def test_failed_batch_counts_as_delivered(extra):
+    """A batch whose dataset raised an error counts as delivered."""
     dataset = Raising(6, bad_index=2, error=ValueError("bad sample"))
     with DataLoader(dataset, **extra) as loader:
         iterator = iter(loader)
@@ -68,7 +69,8 @@ def times_out(loader, dataset):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_wait_that_timed_out_in_a_restored_epoch_has_delivered_nothing(name):
+def test_timeout_in_restored_epoch(name):
+    """A wait that timed out in a restored epoch has delivered nothing."""
     state, rest = interrupted_run(name, 2)
     dataset = Held(SIZE, rest[0])
     with restored(name, state, dataset=dataset, num_workers=1, timeout=0.05) as loader:
@@ -78,7 +80,8 @@ def test_a_wait_that_timed_out_in_a_restored_epoch_has_delivered_nothing(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_wait_that_timed_out_in_a_later_epoch_has_delivered_nothing(name):
+def test_timeout_in_later_epoch(name):
+    """A wait that timed out in a later epoch has delivered nothing."""
     _, second_epoch = interrupted_run(name, 0, num_epochs=1)
     torch.manual_seed(7)
     dataset = Held(SIZE, second_epoch[0])
@@ -93,7 +96,8 @@ def test_a_wait_that_timed_out_in_a_later_epoch_has_delivered_nothing(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(SOME) - {"weighted"}))  # That may draw it twice.
-def test_a_batch_that_was_overtaken_in_a_restored_epoch_is_not_forgotten(name):
+def test_overtaken_batch_is_not_lost(name):
+    """A batch that was overtaken in a restored epoch is not forgotten."""
     state, rest = interrupted_run(name, 2)
     dataset = Held(SIZE, rest[0][:1])
     extra = {"dataset": dataset, "num_workers": 2, "in_order": False}
@@ -118,7 +122,8 @@ class HeldInProcess(Indices):
         return super().__getitem__(index)
 
 
-def test_a_wait_for_a_worker_process_that_timed_out_has_delivered_nothing():
+def test_timeout_of_worker_process():
+    """A wait for a worker process that timed out has delivered nothing."""
     dataset = HeldInProcess()
     loader = DataLoader(dataset, timeout=0.05, multiprocessing_context="fork", **PROCESSES)
     iterator, state = times_out(loader, dataset)
@@ -139,7 +144,8 @@ class InterruptsOnce(Indices):
         return super().__getitem__(index)
 
 
-def test_a_sample_interrupted_in_the_calling_thread_was_not_delivered():
+def test_interrupted_sample_is_not_delivered():
+    """A sample interrupted in the calling thread was not delivered."""
     loader = DataLoader(InterruptsOnce(6))
     iterator = iter(loader)
     take(iterator, 2)
@@ -189,7 +195,8 @@ def test_interrupted_wait_delivers_nothing():
     assert batches(loader) == [[2], [3], [4], [5]]
 
 
-def test_worker_processes_out_of_order_say_that_they_cannot_be_saved():
+def test_unordered_processes_refuse_to_save():
+    """Worker processes out of order raise an error that says why their state cannot be saved."""
     loader = DataLoader(Indices(6), in_order=False, **PROCESSES)
     with pytest.raises(RuntimeError, match=r'in_order=False.*worker_method="thread"'):
         loader.state_dict()

@@ -112,7 +112,7 @@ BATCHINGS = [{"batch_size": None}, {"batch_size": 4}, {"batch_size": 4, "drop_la
 @pytest.mark.parametrize(
     ("make", "setting", "batching"), pairwise([*STATEFUL, Stateless], SETTINGS, BATCHINGS)
 )
-def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
+def test_restored_batches_are_the_rest(make, setting, batching):
     loader = loader_of(make(), **setting, **batching)
     batches, states = epoch_of(loader)
     loader.close()
@@ -128,9 +128,8 @@ def test_restored_batches_are_the_rest_of_the_run(make, setting, batching):
     ("make", "setting", "batching"),
     pairwise([*STATEFUL, Stateless], settings((1, False), (3, False), (3, True)), BATCHINGS),
 )
-def test_without_order_every_batch_of_the_rest_comes_once_and_in_the_order_of_its_worker(
-    make, setting, batching
-):
+def test_unordered_rest_comes_once(make, setting, batching):
+    """Without order every batch of the rest comes once and in the order of its worker."""
     loader = loader_of(make(), in_order=False, **setting, **batching)
     batches, states = epoch_of(loader)
     loader.close()
@@ -151,7 +150,8 @@ def shuffled_pipe():
 @pytest.mark.parametrize(
     ("setting", "batch_size", "in_order"), pairwise(SETTINGS, [None, 2], [True, False])
 )
-def test_a_datapipe_is_shuffled_as_it_was(setting, batch_size, in_order):
+def test_datapipe_shuffle_is_restored(setting, batch_size, in_order):
+    """A datapipe is shuffled as it was."""
     arguments = {**setting, "batch_size": batch_size, "in_order": in_order}
     loader = loader_of(shuffled_pipe(), **arguments)
     batches, states = epoch_of(loader)
@@ -167,9 +167,8 @@ def test_a_datapipe_is_shuffled_as_it_was(setting, batch_size, in_order):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("num_epochs", [0, 1])
-def test_a_datapipe_is_shuffled_as_it_will_be_if_the_state_is_of_an_epoch_to_come(
-    num_epochs, setting
-):
+def test_undrawn_datapipe_shuffle_follows_generator(num_epochs, setting):
+    """A datapipe is shuffled as it will be if the state is of an epoch to come."""
     loader = loader_of(shuffled_pipe(), **setting)
     with loader:
         for _ in range(num_epochs):
@@ -190,7 +189,8 @@ class ShuffledBySeed(IterableDataset):
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("before", ["nothing", "an epoch", "a part of an epoch"])
-def test_workers_have_the_seeds_that_they_had(before, persistent_workers):
+def test_workers_keep_their_seeds(before, persistent_workers):
+    """Workers have the seeds that they had."""
     arguments = {"num_workers": 2, "persistent_workers": persistent_workers}
     with loader_of(ShuffledBySeed(), **arguments) as loader:
         if before != "nothing":
@@ -210,7 +210,8 @@ class Drawing(OfIterator):
 
 @pytest.mark.parametrize("setting", settings((1, False), (1, True), (3, False), (3, True)))
 @pytest.mark.parametrize("num_epochs", [0, 1])
-def test_workers_draw_the_random_numbers_that_they_would_have_drawn(num_epochs, setting):
+def test_workers_draw_the_same_numbers(num_epochs, setting):
+    """Workers draw the random numbers that they would have drawn."""
     with loader_of(Drawing(), **setting) as loader:
         for _ in range(num_epochs):
             list(loader)
@@ -236,9 +237,8 @@ class ShuffleBuffer(IterableDataset):
     pairwise([OfIterator, shuffled_pipe, ShuffleBuffer], [*SETTINGS, ONE_PROCESS], [0, 2]),
 )
 @pytest.mark.filterwarnings("ignore:.* read again")
-def test_going_on_draws_nothing_from_torchs_generator_that_had_been_drawn(
-    make, setting, num_batches
-):
+def test_resuming_draws_nothing_again(make, setting, num_batches):
+    """Resuming draws nothing from torch's generator that had been drawn."""
     with loader_of(make(), **setting) as loader:
         list(loader)
         iterator = iter(loader)
@@ -253,7 +253,8 @@ def test_going_on_draws_nothing_from_torchs_generator_that_had_been_drawn(
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_what_is_read_again_draws_the_random_numbers_that_it_drew(num_workers):
+def test_samples_read_again_draw_the_same(num_workers):
+    """What is read again draws the random numbers that it drew."""
     batches, states = epoch_of(loader_of(ShuffleBuffer(), num_workers=num_workers))
     assert batches[0] != [0, 1, 2, 3]
     place = 2 * num_workers
@@ -263,7 +264,8 @@ def test_what_is_read_again_draws_the_random_numbers_that_it_drew(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_a_loop_that_was_left_can_be_gone_on_with(num_workers):
+def test_broken_off_loop_resumes(num_workers):
+    """A loop that was left can be resumed."""
     loader = loader_of(OfDataset(), num_workers=num_workers)
     for batch in loader:
         if batch[-1] == 7:
@@ -282,7 +284,8 @@ def values_in(reads):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("make", [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator])
-def test_what_has_a_state_reads_only_what_is_left(make, setting):
+def test_stateful_dataset_reads_the_rest(make, setting):
+    """What has a state reads only what is left."""
     batches, states = epoch_of(loader := loader_of(make(), **setting))
     loader.close()
     for place, state in enumerate(states):
@@ -291,7 +294,8 @@ def test_what_has_a_state_reads_only_what_is_left(make, setting):
         assert values_in(reads) == sorted(samples_of(batches[place:]))
 
 
-def test_what_has_no_state_is_read_from_the_beginning():
+def test_stateless_dataset_is_read_again():
+    """What has no state is read from the start."""
     state = state_after(3, loader_of(Stateless((8, 8, 8)), num_workers=3))
     reads = queue.SimpleQueue()
     with reading_again(12):
@@ -299,14 +303,16 @@ def test_what_has_no_state_is_read_from_the_beginning():
     assert values_in(reads) == [100 * worker_id + n for worker_id in range(3) for n in range(8)]
 
 
-def test_the_warning_says_how_to_avoid_reading_again():
+def test_warning_has_advice():
+    """The warning says how to avoid reading again."""
     loader = loader_of(Stateless())
     loader.load_state_dict(state_after(1, loader_of(Stateless())))
     with pytest.warns(UserWarning, match=r"^4 samples .*state_dict\(\) and load_state_dict\(\)"):
         iter(loader)
 
 
-def test_the_warning_points_at_the_line_that_iterates():
+def test_warning_points_at_user_line():
+    """The warning points at the line that iterates."""
     for num_workers in (0, 1):
         loader = loader_of(Stateless(), num_workers=num_workers)
         loader.load_state_dict(state_after(1, loader_of(Stateless(), num_workers=num_workers)))
@@ -315,7 +321,8 @@ def test_the_warning_points_at_the_line_that_iterates():
         assert warned[0].filename == __file__
 
 
-def test_every_worker_goes_on_where_it_was_itself_and_they_take_turns_as_before():
+def test_workers_resume_in_turn():
+    """Every worker resumes where it was itself and they take turns as before."""
     sizes = (6, 8, 4)
     loader = loader_of(OfDataset(sizes), num_workers=3, batch_size=2)
     state = state_after(5, loader)  # Two of worker 0, two of worker 1, one of worker 2.
@@ -324,7 +331,7 @@ def test_every_worker_goes_on_where_it_was_itself_and_they_take_turns_as_before(
 
 
 @pytest.mark.parametrize("first_size", [2, 4])
-def test_a_worker_that_has_ended_does_not_start_again(first_size):
+def test_ended_worker_stays_ended(first_size):
     """Whether its end was found out with its last batch or would have been with the next."""
     sizes = (first_size, 12)
     state = state_after(3, loader_of(OfDataset(sizes), num_workers=2))
@@ -335,7 +342,8 @@ def test_a_worker_that_has_ended_does_not_start_again(first_size):
 
 
 @pytest.mark.parametrize("make", [OfDataset, OfIterator, OwnIterator, Stateless])
-def test_what_workers_have_read_ahead_is_not_counted(make):
+def test_prefetched_samples_do_not_count(make):
+    """What workers have prefetched is not counted."""
     reads = queue.SimpleQueue()
     sizes = (20, 20)
     loader = loader_of(make(sizes, reads), num_workers=2, batch_size=2, prefetch_factor=4)
@@ -353,7 +361,8 @@ def test_what_workers_have_read_ahead_is_not_counted(make):
 
 @pytest.mark.parametrize("make", [OfDataset, OfIterator, OwnIterator, Nested])
 @pytest.mark.parametrize("num_more", [0, 1, 2, 3])
-def test_a_state_asked_for_before_every_worker_has_delivered_after_a_resume(make, num_more):
+def test_state_before_all_workers_delivered(make, num_more):
+    """A state asked for before every worker has delivered after a resume."""
     arguments = {"num_workers": 3, "batch_size": 2}
     sizes = (6, 6, 6)
     batches, states = epoch_of(loader_of(make(sizes), **arguments))
@@ -369,7 +378,8 @@ def test_a_state_asked_for_before_every_worker_has_delivered_after_a_resume(make
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_state_does_not_change_while_the_loader_goes_on(num_workers):
+def test_state_is_fixed_while_loading(num_workers):
+    """A state does not change while the loader continues."""
     loader = loader_of(Nested(), num_workers=num_workers, batch_size=1)
     iterator = iter(loader)
     next(iterator)
@@ -380,7 +390,8 @@ def test_a_state_does_not_change_while_the_loader_goes_on(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_state_does_not_change_while_another_loader_goes_on_from_it(num_workers):
+def test_state_is_fixed_after_loading_it(num_workers):
+    """A state does not change while another loader resumes from it."""
     state = state_after(2, loader_of(Nested(), num_workers=num_workers, batch_size=1))
     pickled = pickle.dumps(state)
     rests = []
@@ -400,7 +411,8 @@ def spoil(state):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_changing_a_state_does_not_change_the_loader_that_gave_it(num_workers):
+def test_changed_state_leaves_its_loader(num_workers):
+    """Changing a state does not change the loader that returned it."""
     loader = loader_of(OfDataset(), num_workers=num_workers)
     iterator = iter(loader)
     next(iterator)
@@ -412,7 +424,8 @@ def test_changing_a_state_does_not_change_the_loader_that_gave_it(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_changing_a_state_does_not_change_the_loader_that_has_loaded_it(num_workers):
+def test_changed_state_leaves_loading_loader(num_workers):
+    """Changing a state does not change the loader that has loaded it."""
     batches, states = epoch_of(loader_of(OfDataset(), num_workers=num_workers))
     loader = loader_of(OfDataset(), num_workers=num_workers)
     loader.load_state_dict(states[1])
@@ -422,7 +435,8 @@ def test_changing_a_state_does_not_change_the_loader_that_has_loaded_it(num_work
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 @pytest.mark.parametrize("make", [OfDataset, OfBoth, Stateless])
-def test_a_state_goes_through_json(make, num_workers):
+def test_state_goes_through_json(make, num_workers):
+    """A state goes through JSON."""
     batches, states = epoch_of(loader_of(make(), num_workers=num_workers))
     state = json.loads(json.dumps(states[1]))
     assert state == states[1]
@@ -430,7 +444,8 @@ def test_a_state_goes_through_json(make, num_workers):
         assert rest_of(state, loader_of(make(), num_workers=num_workers)) == batches[1:]
 
 
-def test_a_pickled_loader_goes_on_from_the_state_it_has_loaded():
+def test_pickled_loader_has_loaded_state():
+    """A pickled loader resumes from the state it has loaded."""
     loader = loader_of(OfDataset(), num_workers=3)
     loader.load_state_dict(state_after(2, loader_of(OfDataset(), num_workers=3)))
     assert list(pickle.loads(pickle.dumps(loader))) == [[4, 5, 6, 7], [8, 9]]
@@ -441,7 +456,8 @@ def test_a_pickled_loader_goes_on_from_the_state_it_has_loaded():
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("make", [*STATEFUL, Stateless])
-def test_after_the_end_of_an_epoch_comes_the_next_in_full(make, setting):
+def test_next_epoch_follows_ended_one(make, setting):
+    """After the end of an epoch comes the next in full."""
     loader = loader_of(make(), **setting)
     with loader:
         list(loader)
@@ -456,7 +472,7 @@ def test_after_the_end_of_an_epoch_comes_the_next_in_full(make, setting):
 
 @pytest.mark.parametrize("setting", settings((0, False), (1, True), (3, True)))
 @pytest.mark.parametrize("make", COUNTING)
-def test_epochs_are_counted_where_the_dataset_lives_on(make, setting):
+def test_living_dataset_counts_epochs(make, setting):
     """The tests beside this one compare two runs, which could be wrong in the same way."""
     state = {}
     for num_epochs in range(3):
@@ -470,7 +486,8 @@ def test_epochs_are_counted_where_the_dataset_lives_on(make, setting):
 @pytest.mark.parametrize(
     ("make", "setting", "num_epochs"), pairwise([*STATEFUL, Stateless], SETTINGS, [0, 1])
 )
-def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting, num_epochs):
+def test_whole_epoch_follows_resumed_one(make, setting, num_epochs):
+    """An epoch that was resumed is followed by a whole one."""
     with loader_of(make(), **setting) as loader:
         for _ in range(num_epochs):
             list(loader)
@@ -490,7 +507,8 @@ def test_an_epoch_that_was_gone_on_with_is_followed_by_a_whole_one(make, setting
     ("make", "setting", "is_asked_between"),
     pairwise([*STATEFUL, Stateless], SETTINGS, [False, True]),
 )
-def test_the_second_epoch_can_be_gone_on_with_as_well(make, setting, is_asked_between):
+def test_second_epoch_resumes(make, setting, is_asked_between):
+    """The second epoch can be resumed too."""
     loader = loader_of(make(), **setting)
     with loader:
         list(loader)
@@ -504,7 +522,8 @@ def test_the_second_epoch_can_be_gone_on_with_as_well(make, setting, is_asked_be
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_an_epoch_begun_from_the_end_of_another_can_be_gone_on_with(num_workers):
+def test_epoch_after_restored_end_resumes(num_workers):
+    """An epoch begun from the end of another can be resumed."""
     setting = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     loader = loader_of(OfIterator(), **setting)
     list(loader)
@@ -519,14 +538,16 @@ def test_an_epoch_begun_from_the_end_of_another_can_be_gone_on_with(num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_the_state_of_the_end_is_the_same_when_asked_for_twice(num_workers):
+def test_end_state_is_repeatable(num_workers):
+    """The state of the end is the same when asked for twice."""
     loader = loader_of(OfDataset(), num_workers=num_workers)
     list(loader)
     assert loader.state_dict() == loader.state_dict()
 
 
 @pytest.mark.parametrize("is_asked_between", [False, True])
-def test_what_is_done_to_the_dataset_between_two_epochs_is_not_undone(is_asked_between):
+def test_changes_between_epochs_are_kept(is_asked_between):
+    """What is done to the dataset between two epochs is not undone."""
     loader = loader_of(OfDataset())
     list(loader)
     if is_asked_between:
@@ -535,7 +556,8 @@ def test_what_is_done_to_the_dataset_between_two_epochs_is_not_undone(is_asked_b
     assert list(loader) == [[7000, 7001, 7002, 7003], [7004, 7005, 7006, 7007], [7008, 7009]]
 
 
-def test_an_empty_dataset_stays_empty_when_its_end_is_restored():
+def test_empty_dataset_stays_empty():
+    """An empty dataset stays empty when its end is restored."""
     loader = loader_of(OfDatasetAtEnd((0,)))
     assert list(loader) == []
     assert rest_of(loader.state_dict(), loader_of(OfDatasetAtEnd((0,)))) == []
@@ -546,7 +568,8 @@ def test_an_empty_dataset_stays_empty_when_its_end_is_restored():
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("make", [*STATEFUL, Stateless])
-def test_a_state_from_before_any_iteration_gives_a_whole_epoch(make, setting):
+def test_state_before_iteration_is_whole_epoch(make, setting):
+    """A state from before any iteration is a whole epoch."""
     loader = loader_of(make(), **setting)
     state = loader.state_dict()
     with loader:
@@ -554,7 +577,8 @@ def test_a_state_from_before_any_iteration_gives_a_whole_epoch(make, setting):
     assert rest_of(state, loader_of(make(), **setting)) == batches
 
 
-def test_asking_for_a_state_starts_no_worker():
+def test_saving_starts_no_worker():
+    """Asking for a state starts no worker."""
     loader = loader_of(OfDataset(), num_workers=3)
     loader.state_dict()
     iterator = iter(loader)
@@ -565,7 +589,8 @@ def test_asking_for_a_state_starts_no_worker():
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 @pytest.mark.parametrize("num_batches", [None, 0, 1])
-def test_where_the_dataset_stood_at_first_is_part_of_the_state(num_batches, num_workers):
+def test_first_position_is_saved(num_batches, num_workers):
+    """Where the dataset stood at first is part of the state."""
     dataset = OfDataset((8, 8, 8))
     dataset.load_state_dict({"position": 5, "epoch": 7})
     loader = loader_of(dataset, num_workers=num_workers, batch_size=1)
@@ -597,7 +622,8 @@ class OnlyWhileIterated(Shards):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_dataset_may_have_a_state_only_while_it_is_iterated(num_workers):
+def test_state_only_while_iterated(num_workers):
+    """A dataset may have a state only while it is iterated."""
     batches, states = epoch_of(loader_of(OnlyWhileIterated(), num_workers=num_workers))
     for place, state in enumerate(states):
         rest = rest_of(state, loader_of(OnlyWhileIterated(), num_workers=num_workers))
@@ -607,7 +633,8 @@ def test_a_dataset_may_have_a_state_only_while_it_is_iterated(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_an_empty_dict_changes_nothing(num_workers):
+def test_empty_dict_changes_nothing(num_workers):
+    """An empty dict changes nothing."""
     batches, states = epoch_of(loader_of(OfDataset(), num_workers=num_workers))
     loader = loader_of(OfDataset(), num_workers=num_workers)
     loader.load_state_dict({})
@@ -618,7 +645,8 @@ def test_an_empty_dict_changes_nothing(num_workers):
     assert list(loader) == batches[1:]
 
 
-def test_an_empty_dict_leaves_persistent_workers_alone():
+def test_empty_dict_keeps_persistent_workers():
+    """An empty dict leaves persistent workers alone."""
     loader = loader_of(OfDataset(), num_workers=2, persistent_workers=True)
     with loader:
         list(loader)
@@ -629,7 +657,8 @@ def test_an_empty_dict_leaves_persistent_workers_alone():
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("make", [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator])
-def test_a_loaded_state_is_given_back_until_a_batch_is_delivered(make, setting):
+def test_loaded_state_is_returned_unchanged(make, setting):
+    """A loaded state is returned until a batch is delivered."""
     loader = loader_of(make(), **setting)
     with loader:
         _, states = epoch_of(loader)
@@ -649,7 +678,8 @@ def test_a_loaded_state_is_given_back_until_a_batch_is_delivered(make, setting):
 @pytest.mark.parametrize("make", [*STATEFUL, Stateless])
 @pytest.mark.parametrize("num_more", [0, 2, None])
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_living_workers_go_back_to_a_loaded_state(make, num_workers, num_more):
+def test_running_workers_go_back(make, num_workers, num_more):
+    """Running workers go back to a loaded state."""
     loader = loader_of(make(), num_workers=num_workers, persistent_workers=True, batch_size=2)
     with loader:
         iterator = iter(loader)
@@ -666,7 +696,8 @@ def test_living_workers_go_back_to_a_loaded_state(make, num_workers, num_more):
 
 
 @pytest.mark.parametrize("make", [OfDataset, OfDatasetAtEnd, OfIterator, OfBoth, OwnIterator])
-def test_the_dataset_of_the_calling_thread_goes_back_to_a_loaded_state(make):
+def test_caller_dataset_goes_back(make):
+    """The dataset of the calling thread goes back to a loaded state."""
     loader = loader_of(make())
     iterator = iter(loader)
     next(iterator)
@@ -680,7 +711,8 @@ def test_the_dataset_of_the_calling_thread_goes_back_to_a_loaded_state(make):
 
 
 @pytest.mark.parametrize("make", [OfDataset, OfIterator, OwnIterator, Stateless])
-def test_the_rest_can_be_read_in_batches_of_another_size(make):
+def test_batch_size_may_change(make):
+    """The rest can be read in batches of another size."""
     state = state_after(1, loader_of(make()))
     with reading_again(4 if make is Stateless else 0):
         rest = rest_of(state, loader_of(make(), batch_size=5))
@@ -698,7 +730,8 @@ def test_the_rest_can_be_read_in_batches_of_another_size(make):
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize("make", [*STATEFUL, Stateless])
-def test_one_worker_goes_on_for_the_calling_thread_and_the_other_way_round(make, before, after):
+def test_caller_and_one_worker_exchange_states(make, before, after):
+    """One worker resumes for the calling thread and the other way round."""
     batches, states = epoch_of(loader_of(make(), num_workers=before))
     for place, state in enumerate(states):
         number = num_read_again(batches[:place]) if make is Stateless else 0
@@ -708,7 +741,8 @@ def test_one_worker_goes_on_for_the_calling_thread_and_the_other_way_round(make,
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0), (1, 3), (3, 1), (3, 2)])
 @pytest.mark.parametrize("make", [OfDataset, Stateless])
-def test_another_number_of_workers_is_refused_and_the_loader_stays_usable(make, before, after):
+def test_other_number_of_workers_is_refused(make, before, after):
+    """Another number of workers is refused and the loader stays usable."""
     state = state_after(1, loader_of(make(), num_workers=before))
     loader = loader_of(make(), num_workers=after)
     message = rf"num_workers={before}, but this DataLoader has {after}\b.* Set num_workers={before}"
@@ -717,7 +751,8 @@ def test_another_number_of_workers_is_refused_and_the_loader_stays_usable(make, 
     assert list(loader) == list(loader_of(make(), num_workers=after))
 
 
-def test_any_number_of_workers_can_begin_an_epoch_of_which_nothing_was_delivered():
+def test_undelivered_epoch_fits_any_workers():
+    """Any number of workers can begin an epoch of which nothing was delivered."""
     loader = loader_of(OfIterator(), num_workers=3)
     assert rest_of(loader.state_dict(), loader_of(OfIterator(), num_workers=1)) == [
         [0, 1, 2, 3],
@@ -727,7 +762,8 @@ def test_any_number_of_workers_can_begin_an_epoch_of_which_nothing_was_delivered
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_a_state_that_does_not_fit_leaves_the_loader_as_it_was(persistent_workers):
+def test_refused_state_changes_nothing(persistent_workers):
+    """A state that does not fit leaves the loader as it was."""
     loader = loader_of(OfDataset(), num_workers=3, persistent_workers=persistent_workers)
     batches, states = epoch_of(loader_of(OfDataset(), num_workers=3))
     unfit = state_after(1, loader_of(OfDataset(), num_workers=1))
@@ -746,14 +782,16 @@ def test_a_state_that_does_not_fit_leaves_the_loader_as_it_was(persistent_worker
 @pytest.mark.parametrize(
     ("before", "after"), [("thread", "multiprocessing"), ("multiprocessing", "thread")]
 )
-def test_a_state_of_another_kind_of_workers_is_refused(before, after):
+def test_other_worker_method_is_refused(before, after):
+    """A state of another kind of workers is refused."""
     state = loader_of(OfDataset(), num_workers=1, worker_method=before).state_dict()
     loader = loader_of(OfDataset(), num_workers=1, worker_method=after)
     with pytest.raises(ValueError, match=f'worker_method="{before}", but .* has "{after}"'):
         loader.load_state_dict(state)
 
 
-def test_a_state_of_a_map_style_dataset_is_refused_and_the_other_way_round():
+def test_other_dataset_kind_is_refused():
+    """A state of a map-style dataset is refused and the other way round."""
     iterable, mapped = loader_of(OfDataset()), loader_of(Squares())
     with pytest.raises(ValueError, match=r"of a map-style dataset, but .* has an IterableDataset"):
         iterable.load_state_dict(mapped.state_dict())
@@ -762,7 +800,8 @@ def test_a_state_of_a_map_style_dataset_is_refused_and_the_other_way_round():
     assert len(list(iterable)) == 3
 
 
-def test_a_state_without_one_of_its_parts_is_refused():
+def test_incomplete_state_is_refused():
+    """A state without one of its parts is refused."""
     state = state_after(2, loader_of(OfDataset(), num_workers=3))
     loader = loader_of(OfDataset(), num_workers=3)
     # What is None is not used: only a datapipe has a seed for shuffling.
@@ -775,7 +814,8 @@ def test_a_state_without_one_of_its_parts_is_refused():
     assert len(list(loader)) == 4
 
 
-def test_a_state_without_a_part_of_one_worker_is_refused():
+def test_incomplete_bookmark_is_refused():
+    """A state without a part of one worker is refused."""
     state = state_after(2, loader_of(OfDataset(), num_workers=3))
     loader = loader_of(OfDataset(), num_workers=3)
     # Without the dataset's state, it is the state of a dataset that has none.
@@ -790,7 +830,8 @@ def test_a_state_without_a_part_of_one_worker_is_refused():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_of_a_datapipe_without_its_seed_is_refused(num_workers):
+def test_datapipe_state_needs_its_seed(num_workers):
+    """A state of a datapipe without its seed is refused."""
     state = state_after(1, loader_of(shuffled_pipe(), num_workers=num_workers))
     del state["shared_seed"]
     with pytest.raises(ValueError, match="has no 'shared_seed'"):
@@ -805,13 +846,15 @@ def test_a_state_of_a_datapipe_without_its_seed_is_refused(num_workers):
         ({"model": 1}, ValueError, "not made by spdl_torch.*'model'"),
     ],
 )
-def test_what_is_no_state_is_refused(state, error, message):
+def test_no_state_is_refused(state, error, message):
+    """A value that is not a state is refused."""
     with pytest.raises(error, match=message):
         loader_of(OfDataset()).load_state_dict(state)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_of_a_dataset_that_has_none_any_more_is_refused(num_workers):
+def test_lost_dataset_state_is_refused(num_workers):
+    """A state of a dataset that has none any more is refused."""
     state = state_after(2, loader_of(OfDataset(), num_workers=num_workers))
     loader = loader_of(Stateless(), num_workers=num_workers)
     with pytest.raises((AttributeError, ValueError), match="load_state_dict"):
@@ -829,7 +872,8 @@ PAIR = (10, 4)
 
 
 @pytest.mark.parametrize(("make", "num_batches"), [(OfDataset, 1), (Stateless, 4)])
-def test_worker_processes_read_again_what_they_had_delivered(make, num_batches):
+def test_processes_read_again(make, num_batches):
+    """Worker processes read again what they had delivered."""
     whole = list(loader_of(make(PAIR), num_workers=2))
     state = state_after_in_processes(num_batches, processes_of(make(PAIR)))
     loader = processes_of(make(PAIR))
@@ -846,7 +890,8 @@ def state_after_in_processes(num_batches, loader):
     return loader.state_dict()
 
 
-def test_persistent_worker_processes_go_back_to_a_loaded_state():
+def test_persistent_processes_go_back():
+    """Persistent worker processes go back to a loaded state."""
     loader = processes_of(Stateless(PAIR), persistent_workers=True)
     state = state_after_in_processes(1, loader)
     loader.load_state_dict(state)
@@ -856,7 +901,8 @@ def test_persistent_worker_processes_go_back_to_a_loaded_state():
     assert (len(rest), rest) == (3, whole[1:])
 
 
-def test_after_the_end_of_an_epoch_worker_processes_begin_the_next_in_full():
+def test_processes_begin_next_epoch():
+    """After the end of an epoch worker processes begin the next in full."""
     loader = processes_of(Stateless(PAIR))
     batches = list(loader)
     resumed = processes_of(Stateless(PAIR))
@@ -864,7 +910,8 @@ def test_after_the_end_of_an_epoch_worker_processes_begin_the_next_in_full():
     assert list(resumed) == batches
 
 
-def test_the_second_epoch_of_worker_processes_can_be_gone_on_with():
+def test_processes_resume_second_epoch():
+    """The second epoch of worker processes can be resumed."""
     loader = processes_of(Stateless(PAIR))
     list(loader)
     loader.state_dict()
@@ -876,7 +923,8 @@ def test_the_second_epoch_of_worker_processes_can_be_gone_on_with():
     assert rest == [[100, 101, 102, 103], [4, 5, 6, 7], [8, 9]]
 
 
-def test_another_number_of_worker_processes_is_refused():
+def test_other_number_of_processes_is_refused():
+    """Another number of worker processes is refused."""
     state = state_after_in_processes(1, processes_of(Stateless(PAIR)))
     for num_workers in (1, 0):
         loader = processes_of(Stateless(PAIR), num_workers=num_workers)
@@ -884,7 +932,8 @@ def test_another_number_of_worker_processes_is_refused():
             loader.load_state_dict(state)
 
 
-def test_the_calling_thread_and_worker_processes_refuse_each_others_states():
+def test_caller_and_processes_refuse_states():
+    """The calling thread and worker processes refuse each other's states."""
     state = state_after(1, loader_of(Stateless()))
     with pytest.raises(ValueError, match=r'worker_method="thread", but .* has "multiprocessing"'):
         processes_of(Stateless(), num_workers=1).load_state_dict(state)
@@ -893,13 +942,15 @@ def test_the_calling_thread_and_worker_processes_refuse_each_others_states():
         processes_of(Stateless(), num_workers=0).load_state_dict(state)
 
 
-def test_worker_processes_refuse_another_batch_size_because_they_count_batches():
+def test_processes_refuse_other_batch_size():
+    """Worker processes refuse another batch size because they count batches."""
     state = state_after_in_processes(1, processes_of(Stateless(PAIR)))
     with pytest.raises(ValueError, match="batch_size=4, but this DataLoader has 2"):
         processes_of(Stateless(PAIR), batch_size=2).load_state_dict(state)
 
 
-def test_worker_processes_shuffle_a_datapipe_as_they_did():
+def test_processes_restore_datapipe_shuffle():
+    """Worker processes shuffle a datapipe as they did."""
     loader = processes_of(shuffled_pipe(), batch_size=2)
     iterator = iter(loader)
     next(iterator)
@@ -910,7 +961,8 @@ def test_worker_processes_shuffle_a_datapipe_as_they_did():
         assert list(loader) == rest
 
 
-def test_worker_processes_without_order_cannot_say_how_far_they_are():
+def test_unordered_processes_have_no_state():
+    """Worker processes without order cannot say how far they are."""
     loader = processes_of(Stateless(PAIR), in_order=False)
     with pytest.raises(RuntimeError, match='worker_method="thread" or in_order=True'):
         loader.state_dict()
@@ -956,7 +1008,8 @@ def outcomes_of(iterator, most=30):
 
 
 @pytest.mark.parametrize("error", [LookupError("bad"), StopIteration("bad")])
-def test_an_error_in_state_dict_reaches_the_loop_at_its_batch(error):
+def test_state_dict_error_reaches_the_loop(error):
+    """An error in state_dict reaches the loop at its batch."""
     loader = loader_of(FailsToSave((12, 12), 8, error), num_workers=2)
     expected = RuntimeError if isinstance(error, StopIteration) else LookupError
     assert outcomes_of(iter(loader)) == [
@@ -969,7 +1022,8 @@ def test_an_error_in_state_dict_reaches_the_loop_at_its_batch(error):
     ]
 
 
-def test_an_epoch_ends_even_if_every_state_dict_raises():
+def test_epoch_ends_despite_state_dict_errors():
+    """An epoch ends even if every state_dict raises."""
     dataset = FailsToSave((8, 8), 0, LookupError(), is_lasting=True)
     loader = loader_of(dataset, num_workers=2)
     with loader:
@@ -977,7 +1031,8 @@ def test_an_epoch_ends_even_if_every_state_dict_raises():
     assert set(outcomes) == {LookupError}
 
 
-def test_an_error_in_state_dict_of_the_calling_thread_reaches_who_asks_for_the_state():
+def test_state_dict_error_reaches_the_caller():
+    """An error in state_dict of the calling thread reaches the code that asks for the state."""
     loader = loader_of(FailsToSave((12,), 4, LookupError("bad")))
     iterator = iter(loader)
     next(iterator)
@@ -988,7 +1043,8 @@ def test_an_error_in_state_dict_of_the_calling_thread_reaches_who_asks_for_the_s
     assert rest == [[8, 9, 10, 11]]
 
 
-def test_the_calling_thread_asks_for_no_state_that_nobody_wants():
+def test_caller_asks_for_states_lazily():
+    """The calling thread asks for no state that is not saved."""
     loader = loader_of(FailsToSave((8,), 0, LookupError(), is_lasting=True))
     for _ in range(2):
         assert list(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -1004,7 +1060,8 @@ class FailsToLoad(OfDataset):
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_an_error_in_load_state_dict_reaches_the_loop_at_its_workers_batch(persistent_workers):
+def test_loading_error_reaches_the_loop(persistent_workers):
+    """An error in load_state_dict reaches the loop at its worker's batch."""
     sizes = (8, 8, 8)
     state = state_after(3, loader_of(OfDataset(sizes), num_workers=3))
     loader = loader_of(FailsToLoad(sizes), num_workers=3, persistent_workers=persistent_workers)
@@ -1016,7 +1073,8 @@ def test_an_error_in_load_state_dict_reaches_the_loop_at_its_workers_batch(persi
         assert [batch[0] % 1000 for batch in again] == [0, 100, 200, 4, 104, 204]
 
 
-def test_an_error_in_load_state_dict_of_the_calling_thread_reaches_who_iterates():
+def test_loading_error_reaches_the_caller():
+    """An error in load_state_dict of the calling thread reaches the code that iterates."""
     loader = loader_of(FailsToLoad())
     loader.load_state_dict(state_after(1, loader_of(OfDataset())))
     with pytest.raises(LookupError, match="bad"):
@@ -1048,9 +1106,9 @@ class FailsToReadStateless(FailsToRead):
         (3, [[0], [100], [200], [1], LookupError, [201], [2], [102], [202], [3], [103], [203]]),
     ],
 )
-def test_a_sample_that_could_not_be_read_is_behind_those_who_have_had_its_error(
-    make, num_workers, outcomes
-):
+def test_failed_sample_is_not_repeated(make, num_workers, outcomes):
+    """A sample that could not be read is not delivered again after its error."""
+
     def loader_to_fail():
         dataset = make((4,) * max(1, num_workers))
         return loader_of(dataset, batch_size=1, num_workers=num_workers)
@@ -1086,9 +1144,9 @@ class FailsToCollateStateless(Stateless):
         (2, [[0, 1], [100, 101], LookupError, [102, 103], [4, 5], [104, 105], [6, 7], [106, 107]]),
     ],
 )
-def test_a_batch_that_could_not_be_collated_is_behind_those_who_have_had_its_error(
-    make, num_workers, outcomes
-):
+def test_failed_collate_is_not_repeated(make, num_workers, outcomes):
+    """A batch that could not be collated is not delivered again after its error."""
+
     def loader_to_fail():
         dataset = make((8, 8))
         return loader_of(dataset, num_workers=num_workers, batch_size=2, collate_fn=dataset.collate)

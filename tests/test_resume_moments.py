@@ -36,7 +36,8 @@ STATEFUL = ("stateful sampler", "stateful iterator", "torchdata's sampler")
 
 @pytest.mark.parametrize("has_begun", [False, True])
 @all_ways
-def test_a_state_before_the_first_batch_is_the_whole_epoch(name, workers, has_begun):
+def test_state_before_first_batch(name, workers, has_begun):
+    """A state before the first batch is the whole epoch."""
     torch.manual_seed(7)
     with loader_of(name, **WORKERS[workers]) as loader:
         iterator = iter(loader) if has_begun else None
@@ -62,7 +63,8 @@ def test_undrawn_epoch_follows_torchs_generator(name, num_epochs):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", SOME)
-def test_there_is_a_state_after_every_batch(name, num_workers):
+def test_state_after_every_batch(name, num_workers):
+    """There is a state after every batch."""
     torch.manual_seed(7)
     with loader_of(name, num_workers=num_workers) as loader:
         expected = batches(loader)
@@ -75,7 +77,8 @@ def test_there_is_a_state_after_every_batch(name, num_workers):
 
 
 @all_ways
-def test_a_state_of_the_last_batch_has_nothing_left_but_the_epochs_to_come(name, workers):
+def test_state_after_last_batch(name, workers):
+    """A state of the last batch has nothing left but the epochs to come."""
     torch.manual_seed(7)
     with loader_of(name, **WORKERS[workers]) as loader:
         num_batches = len(batches(loader))
@@ -93,7 +96,8 @@ def test_a_state_of_the_last_batch_has_nothing_left_but_the_epochs_to_come(name,
 
 
 @all_ways
-def test_a_state_of_an_ended_epoch_is_the_next_epoch(name, workers):
+def test_state_of_ended_epoch(name, workers):
+    """A state of an ended epoch is the next epoch."""
     torch.manual_seed(7)
     with loader_of(name, **WORKERS[workers]) as loader:
         batches(loader)
@@ -103,7 +107,8 @@ def test_a_state_of_an_ended_epoch_is_the_next_epoch(name, workers):
 
 
 @pytest.mark.parametrize("name", ["shuffle", "stateful sampler"])
-def test_an_ended_epoch_of_worker_processes_is_followed_by_the_next(name):
+def test_state_of_ended_processes_epoch(name):
+    """An ended epoch of worker processes is followed by the next."""
     torch.manual_seed(7)
     loader = loader_of(name, persistent_workers=True, **PROCESSES)
     batches(loader)
@@ -114,7 +119,8 @@ def test_an_ended_epoch_of_worker_processes_is_followed_by_the_next(name):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", SOME)
-def test_a_state_outlives_its_iterator(name, num_workers):
+def test_state_outlives_its_iterator(name, num_workers):
+    """A state outlives its iterator."""
     torch.manual_seed(7)
     expected = batches(loader_of(name))[2:]
     torch.manual_seed(7)
@@ -126,7 +132,8 @@ def test_a_state_outlives_its_iterator(name, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_broken_off_epoch_is_followed_by_a_whole_one(num_workers):
+def test_whole_epoch_follows_broken_off_one(num_workers):
+    """A broken off epoch is followed by a whole one."""
     with loader_of("DistributedRandomSampler", num_workers=num_workers) as loader:
         take(iter(loader), 2)
         loader.state_dict()
@@ -138,7 +145,8 @@ def test_a_broken_off_epoch_is_followed_by_a_whole_one(num_workers):
 
 @pytest.mark.parametrize("workers", ["caller", "persistent threads"])
 @pytest.mark.parametrize("name", SOME)
-def test_a_loaded_state_is_for_the_next_iterator_alone(name, workers):
+def test_loaded_state_serves_one_iterator(name, workers):
+    """A loaded state is for the next iterator alone."""
     with loader_of(name, **WORKERS[workers]) as loader:
         whole_length = len(batches(loader))
         iterator = iter(loader)
@@ -153,7 +161,8 @@ def test_a_loaded_state_is_for_the_next_iterator_alone(name, workers):
 
 @pytest.mark.parametrize("workers", ["caller", "persistent threads"])
 @pytest.mark.parametrize("name", SOME)
-def test_a_loader_can_be_taken_back(name, workers):
+def test_loader_goes_back(name, workers):
+    """A loader can be taken back."""
     with loader_of(name, **WORKERS[workers]) as loader:
         iterator = iter(loader)
         take(iterator, 2)
@@ -164,7 +173,8 @@ def test_a_loader_can_be_taken_back(name, workers):
             assert batches(loader) == rest
 
 
-def test_an_empty_state_changes_nothing():
+def test_empty_state_changes_nothing():
+    """An empty state changes nothing."""
     loader = loader_of("in sequence")
     loader.load_state_dict({})
     assert len(batches(loader)) == len(loader)
@@ -177,14 +187,16 @@ def test_an_empty_state_changes_nothing():
 
 @pytest.mark.parametrize("num_batches", [0, 2])
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_loaded_state_can_be_saved_again_as_it_was(name, num_batches):
+def test_loaded_state_is_saved_unchanged(name, num_batches):
+    """A loaded state can be saved again as it was."""
     state, _ = interrupted_run(name, num_batches)
     assert saved(restored(name, state)) == state
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", SOME)
-def test_a_restored_epoch_that_has_not_begun_can_be_saved_again(name, num_workers):
+def test_unbegun_restored_epoch_is_saved(name, num_workers):
+    """A restored epoch that has not begun can be saved again."""
     state, rest = interrupted_run(name, 2, num_workers=num_workers)
     with restored(name, state, num_workers=num_workers) as loader:
         iterator = iter(loader)
@@ -193,7 +205,8 @@ def test_a_restored_epoch_that_has_not_begun_can_be_saved_again(name, num_worker
     assert restored_batches(name, again, num_workers=num_workers) == rest
 
 
-def test_snapshots_need_no_steps_of_their_own():
+def test_snapshot_interval_has_no_effect():
+    """Snapshots need no steps of their own."""
     state, rest = interrupted_run("in sequence", 2, snapshot_every_n_steps=1000)
     assert restored_batches("in sequence", state) == rest
 
@@ -216,7 +229,8 @@ def damage(value):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_state_is_made_of_plain_types(name):
+def test_state_has_plain_types(name):
+    """A state is made of plain types."""
     loader = loader_of(name)
     assert_plain(loader.state_dict())
     iterator = iter(loader)
@@ -227,7 +241,8 @@ def test_a_state_is_made_of_plain_types(name):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_state_does_not_change_with_the_loader_nor_the_loader_with_it(name):
+def test_state_and_loader_share_nothing(name):
+    """A state does not change with the loader nor the loader with it."""
     loader = loader_of(name)
     iterator = iter(loader)
     take(iterator, 2)
@@ -241,7 +256,8 @@ def test_a_state_does_not_change_with_the_loader_nor_the_loader_with_it(name):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_loaded_state_may_be_changed_afterwards(name):
+def test_loaded_state_may_be_changed(name):
+    """A loaded state may be changed afterwards."""
     state, rest = interrupted_run(name, 2)
     loader = restored(name, state)
     damage(state)
@@ -260,12 +276,14 @@ def epoch_of(name, epoch):
 
 
 @pytest.mark.parametrize("name", WITH_EPOCHS)
-def test_the_epoch_of_the_sampler_is_restored(name):
+def test_sampler_epoch_is_restored(name):
+    """The epoch of the sampler is restored."""
     state, _ = interrupted_run(name, 2)
     assert restored(name, state).sampler.epoch == 3
 
 
-def test_the_seed_of_the_sampler_is_restored():
+def test_sampler_seed_is_restored():
+    """The seed of the sampler is restored."""
     state, _ = interrupted_run("DistributedRandomSampler", 2)
     assert restored("DistributedRandomSampler", state).sampler.seed == 3
 
@@ -273,7 +291,7 @@ def test_the_seed_of_the_sampler_is_restored():
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("name", WITH_EPOCHS)
-def test_choosing_the_saved_epoch_keeps_the_place(name, has_begun, num_workers):
+def test_saved_epoch_keeps_the_place(name, has_begun, num_workers):
     """Some frameworks choose it after they have made the iterator."""
     state, rest = interrupted_run(name, 2)
     with restored(name, state, num_workers=num_workers) as loader:
@@ -287,7 +305,8 @@ def test_choosing_the_saved_epoch_keeps_the_place(name, has_begun, num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("name", WITH_EPOCHS)
-def test_choosing_another_epoch_begins_that_one_with_a_warning(name, has_begun, num_workers):
+def test_other_epoch_begins_with_warning(name, has_begun, num_workers):
+    """Choosing another epoch begins that one with a warning."""
     state, _ = interrupted_run(name, 2)
     with restored(name, state, num_workers=num_workers) as loader:
         iterator = iter(loader) if has_begun else None
@@ -298,7 +317,8 @@ def test_choosing_another_epoch_begins_that_one_with_a_warning(name, has_begun, 
 
 
 @pytest.mark.parametrize("name", WITH_EPOCHS)
-def test_after_another_epoch_was_chosen_its_state_is_saved(name):
+def test_chosen_epoch_is_saved(name):
+    """After another epoch was chosen its state is saved."""
     state, _ = interrupted_run(name, 2)
     loader = restored(name, state)
     loader.set_epoch(5)
@@ -307,7 +327,8 @@ def test_after_another_epoch_was_chosen_its_state_is_saved(name):
 
 
 @pytest.mark.parametrize("name", WITH_EPOCHS)
-def test_choosing_the_epoch_after_an_ended_one_needs_no_warning(name):
+def test_next_epoch_needs_no_warning(name):
+    """Choosing the epoch after an ended one needs no warning."""
     loader = loader_of(name)
     loader.set_epoch(3)
     batches(loader)
@@ -318,7 +339,8 @@ def test_choosing_the_epoch_after_an_ended_one_needs_no_warning(name):
 
 
 @pytest.mark.parametrize("name", WITH_EPOCHS)
-def test_choosing_the_next_epoch_early_does_not_change_the_state_of_this_one(name):
+def test_early_set_epoch_keeps_state(name):
+    """Choosing the next epoch early does not change the state of this one."""
     loader = loader_of(name)
     loader.set_epoch(3)
     iterator = iter(loader)
@@ -328,14 +350,17 @@ def test_choosing_the_next_epoch_early_does_not_change_the_state_of_this_one(nam
     assert restored_batches(name, state) == batches(iterator)
 
 
-def test_a_sampler_without_set_epoch_is_iterated_in_the_epochs_after_the_restored_one():
+def test_sampler_advances_after_restored_epoch():
+    """A sampler without set_epoch is iterated in the epochs after the restored one."""
     state, _ = interrupted_run("DistributedRandomSampler", 2)
     loader = restored("DistributedRandomSampler", state)
     batches(loader)
     assert batches(loader) == epoch_of("DistributedRandomSampler", 4)
 
 
-def test_the_loader_chooses_the_epoch_of_whichever_sampler_has_epochs():
+def test_set_epoch_finds_wrapped_sampler():
+    """The loader chooses the epoch of the sampler that has epochs."""
+
     class Batches:
         def __init__(self, sampler):
             self.sampler = sampler

@@ -194,7 +194,7 @@ def resident_bytes():
 def collect(kind):
     """Collect garbage where it holds descriptors.
 
-    It should not: test_a_dropped_async_loader_gives_its_descriptors_back_at_once.
+    It should not: test_async_loader_closes_descriptors.
     """
     if kind in ("async", "all"):
         gc.collect()
@@ -307,7 +307,8 @@ def outcomes(iterator):
 
 
 @seeds(40)
-def test_each_fault_comes_at_its_batch_and_all_others_are_right(seed, pool):
+def test_each_fault_at_its_batch(seed, pool):
+    """Each fault is raised at its batch, and all other batches are right."""
     rng = random.Random(seed)
     batch_size = rng.randrange(1, 7)
     cls = rng.choice([Faulty, FaultyAsync, FaultyWhole])
@@ -390,7 +391,8 @@ class HugeAndSlowAsync(HugeAndSlow):
 
 
 @seeds(6)
-def test_huge_and_slow_samples_arrive_and_no_more_live_than_the_window_holds(seed):
+def test_huge_samples_fit_the_window(seed):
+    """No more huge samples are alive than the window holds."""
     rng = random.Random(seed)
     size, batch_size, window = 60, rng.randrange(1, 4), rng.randrange(1, 4)
     census = Census()
@@ -470,7 +472,8 @@ def break_off_many(kind, number, rng, pool, kept=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_200_loaders_broken_off_leave_no_thread_no_descriptor_and_no_memory(kind, pool):
+def test_abandoned_loaders_leave_nothing(kind, pool):
+    """Loaders that are left in mid-epoch leave no thread, no descriptor and no memory."""
     rng = random.Random(0)
     break_off_many(kind, 30, rng, pool)  # What is made once is made now.
     collect(kind)
@@ -485,7 +488,8 @@ def test_200_loaders_broken_off_leave_no_thread_no_descriptor_and_no_memory(kind
 
 
 @pytest.mark.parametrize("kind", ["threads", "meta"])
-def test_a_leak_of_one_batch_for_each_loader_would_be_seen(kind, pool):
+def test_leak_per_loader_is_seen(kind, pool):
+    """The measurement sees a leak of one batch for each loader."""
     rng = random.Random(0)
     break_off_many(kind, 30, rng, pool)
     before, kept = Used(), Kept()
@@ -511,7 +515,8 @@ def drop_many(number, use, pool):
 
 
 @pytest.mark.parametrize("use", [lambda _: None, iter, list], ids=["never", "iter", "once"])
-def test_thousands_of_loaders_made_and_dropped_leave_nothing(use, pool):
+def test_dropped_loaders_leave_nothing(use, pool):
+    """Thousands of loaders that are made and dropped leave nothing."""
     drop_many(60, use, pool)
     collect("all")
     before = Used()
@@ -525,14 +530,16 @@ def test_thousands_of_loaders_made_and_dropped_leave_nothing(use, pool):
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_dropped_async_loader_gives_its_descriptors_back_at_once():
+def test_async_loader_closes_descriptors():
+    """A dropped loader of an async dataset closes its descriptors at once."""
     before = num_descriptors()
     assert indices_of(loader_of("async")) == expected_indices("async")
     assert num_descriptors() == before
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_dataset_is_freed_with_its_loader_and_needs_no_garbage_collector():
+def test_dataset_is_freed_with_loader():
+    """A dataset is freed with its loader, without the garbage collector."""
     loader = loader_of("threads")
     dataset = weakref.ref(loader.dataset)
     assert indices_of(loader) == expected_indices("threads")
@@ -637,14 +644,16 @@ MAX_BLOCKS_PER_BATCH = 0.05
 
 
 @pytest.mark.parametrize("name", [*LONG_RUNS, *EPOCHS])
-def test_memory_is_flat_over_many_batches(name):
+def test_memory_is_flat(name):
+    """Memory does not grow over many batches."""
     num_bytes, num_blocks = growth_of_a_long_run(batches_of_a_long_run(name))
     print(name, num_bytes, "bytes and", num_blocks, "blocks per batch")  # noqa: T201
     assert num_bytes < MAX_BYTES_PER_BATCH
     assert num_blocks < MAX_BLOCKS_PER_BATCH
 
 
-def test_a_leak_of_each_batch_would_be_seen():
+def test_leak_per_batch_is_seen():
+    """The measurement sees a leak of every batch."""
     # By the blocks: resident memory may hide a small one, in what earlier tests have left free.
     _, num_blocks = growth_of_a_long_run(batches_of_a_long_run("threads"), kept=[])
     assert num_blocks > MAX_BLOCKS_PER_BATCH
@@ -667,7 +676,9 @@ def at_once(*functions):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_threads_may_iterate_two_loaders_at_once(kind, pool):
+def test_two_threads_with_two_loaders(kind, pool):
+    """Two threads iterate two loaders at the same time."""
+
     def use():
         with loader_of(kind, 200, pool=pool) as loader:
             return [indices_of(loader) for _ in range(3)]
@@ -677,7 +688,8 @@ def test_two_threads_may_iterate_two_loaders_at_once(kind, pool):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_threads_may_have_an_iterator_each_of_the_same_loader(kind, pool):
+def test_two_threads_with_one_loader(kind, pool):
+    """Two threads have an iterator each of the same loader."""
     loader = loader_of(kind, 200, pool=pool)
 
     def use():
@@ -713,9 +725,8 @@ def exit_code_in_child(function):
 @FORKS
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "executor"])
-def test_a_child_forked_in_mid_epoch_gets_all_batches_and_the_parent_the_rest(
-    kind, persistent_workers
-):
+def test_fork_in_mid_epoch(kind, persistent_workers):
+    """A child forked in mid-epoch can iterate from the beginning, and the parent gets the rest."""
     # Not with an executor: a fork leaves its threads behind too, and they are not ours.
     expected = expected_indices(kind, 80)
     rng = random.Random(0)
@@ -747,7 +758,9 @@ SUMS = [sum(i * i for i in range(n)) for n in range(6)]
 
 
 @FORKS
-def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
+def test_torch_workers_beside_our_threads():
+    """torch's worker processes work beside our threads and inside our loop."""
+
     def theirs():
         return torch.utils.data.DataLoader(SumsInThreads(6), num_workers=2)
 
@@ -766,12 +779,12 @@ def test_torchs_worker_processes_work_beside_our_threads_and_inside_our_loop():
 # -- the interpreter's exit ------------------------------------------------------------------------
 
 EXIT_SERVER = """
-import _thread, asyncio, atexit, json, multiprocessing, os, random, signal, sys
+import asyncio, atexit, json, multiprocessing, os, signal, sys
 import tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import torch
 from torch.utils.data import IterableDataset
-from spdl_torch import DataLoader, ReplaceBadSamples, StagedDataset
+from spdl_torch import DataLoader, StagedDataset
 
 class Data(StagedDataset):
     def __len__(self): return 1000
@@ -800,11 +813,6 @@ async def leave_while_they_compute():
         is_computing.wait()
         break
 
-class Bad(Data):
-    def preprocess(self, raw):
-        if raw % 3 == 1: raise ValueError(raw)
-        return raw
-
 class Nested(Data):
     def preprocess(self, raw): return len(list(DataLoader(Data(), batch_size=100, num_workers=2)))
 
@@ -812,10 +820,7 @@ class Endless(IterableDataset):
     def __iter__(self):
         while True: yield torch.zeros(3)
 
-is_stuck = threading.Event()
-def get_stuck(*_, **__):
-    is_stuck.set()
-    threading.Event().wait()
+def get_stuck(*_, **__): threading.Event().wait()
 
 class StuckParcel:
     to = get_stuck
@@ -826,26 +831,12 @@ class Deadlocked(Data):
     def load(self, index):
         self.lock.acquire()
 
-has_begun = threading.Event()
-def consume(iterator):
-    try:
-        for _ in iterator: has_begun.set()
-    except RuntimeError:
-        pass  # Closed.
-
-def in_background(iterator):
-    thread = threading.Thread(target=consume, args=[iterator], daemon=True)
-    thread.start()
-    return thread
-
-all_others_are_made = threading.Barrier(4)
-class Lists(Data):
-    # The first is not made before the exit, the three behind it are.
-    def preprocess(self, raw):
-        if raw == 0: is_stuck.wait()
-        lists = [torch.zeros(3) for _ in range(10000)]
-        if raw in (1, 2, 3): all_others_are_made.wait()
-        return lists
+def time_out(**arguments):
+    iterator = iter(DataLoader(num_workers=2, timeout=0.1, **arguments))
+    try: next(iterator)
+    except RuntimeError as error: assert "timed out" in str(error)
+    else: raise AssertionError
+    return iterator
 
 program = None
 for line in sys.stdin:
@@ -876,14 +867,10 @@ EXITS = {
         iterator = iter(DataLoader(Data(), num_workers=2, device="meta")); next(iterator)
     """,
     "stuck on the way to a device": """
-        in_background(iter(DataLoader(
-            Data(), num_workers=2, device="meta", collate_fn=StuckParcel
-        )))
-        is_stuck.wait()
+        iterator = time_out(dataset=Data(), device="meta", collate_fn=StuckParcel)
     """,
     "stuck in collate": """
-        in_background(iter(DataLoader(Data(), num_workers=2, collate_fn=get_stuck)))
-        is_stuck.wait()
+        iterator = time_out(dataset=Data(), collate_fn=get_stuck)
     """,
     "with an executor of threads": """
         pool = ThreadPoolExecutor(2)
@@ -916,60 +903,16 @@ EXITS = {
         iterator = iter(DataLoader(Nested(), num_workers=3)); next(iterator)
     """,
     "a thread iterates": """
-        threading.Thread(target=consume, args=[DataLoader(Data(), num_workers=2)]).start()
+        threading.Thread(target=list, args=[DataLoader(Data(), num_workers=2)]).start()
     """,
-    "a daemon thread iterates": """
-        in_background(DataLoader(Endless(), num_workers=2))
-        has_begun.wait()
-    """,
-    # torch lets other threads run whenever a tensor goes.
-    "a daemon thread iterates over many tensors": """
-        in_background(DataLoader(Endless(), batch_size=20, collate_fn=list, num_workers=2))
-        has_begun.wait()
-    """,
-    "a daemon thread waits, with many tensors in flight": """
-        in_background(DataLoader(Lists(), batch_size=None, num_workers=4))
-        all_others_are_made.wait()
-        atexit.register(is_stuck.set)
-    """,
-    "a daemon thread begins one epoch after the other": """
-        class Short(Data):
-            def __len__(self): return 2
-        def train():
-            while True: consume(DataLoader(Short(), num_workers=2))
-        threading.Thread(target=train, daemon=True).start()
-        has_begun.wait()
-        time.sleep(random.random() / 100)  # It is to be anywhere.
-    """,
-    "a daemon thread goes on where the main thread has begun": """
-        iterator = iter(DataLoader(Busy(), batch_size=16, num_workers=2)); next(iterator)
-        def train():
-            for _ in iterator:
-                has_begun.set()
-                for _ in range(10): torch.rand(200, 200) @ torch.rand(200, 200)
-        threading.Thread(target=train, daemon=True).start()
-        has_begun.wait()
-        time.sleep(random.random() / 10)
-    """,
-    "a thread iterates that threading knows nothing of": """
-        _thread.start_new_thread(consume, (DataLoader(Endless(), num_workers=2),))
-        has_begun.wait()
-    """,
-    "workers are started slowly": """
-        def compute(_):
-            is_computing.set()
+    "interrupted while workers are set up": """
+        def interrupt(_):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             end = time.monotonic() + 0.4
             while time.monotonic() < end: torch.rand(300, 300) @ torch.rand(300, 300)
-        in_background(DataLoader(Data(), num_workers=16, worker_init_fn=compute))
-        is_computing.wait()
-    """,
-    "a daemon thread is joined that tries again and again": """
-        def try_again():
-            for _ in range(5): consume(DataLoader(Endless(), num_workers=2))
-        atexit.register(lambda: thread.join())  # Called after what the first loader registers.
-        thread = threading.Thread(target=try_again, daemon=True)
-        thread.start()
-        has_begun.wait()
+        try: next(iter(DataLoader(Data(), num_workers=16, worker_init_fn=interrupt)))
+        except KeyboardInterrupt: pass
+        else: raise AssertionError
     """,
     "a later exit handler forks": """
         def fork():
@@ -983,11 +926,7 @@ EXITS = {
     """,
     "deadlocked, after a timeout": """
         Deadlocked.lock.acquire()
-        loader = DataLoader(Deadlocked(), num_workers=2, num_io_workers=2, timeout=0.1)
-        iterator = iter(loader)
-        try: next(iterator)
-        except RuntimeError as error: assert "timed out" in str(error)
-        else: raise AssertionError
+        iterator = time_out(dataset=Deadlocked(), num_io_workers=2)
     """,
 }
 
@@ -1013,7 +952,8 @@ def exit_of():
 
 
 @pytest.mark.parametrize("name", EXITS)
-def test_the_interpreter_exits_soon_and_without_a_word(exit_of, name):
+def test_interpreter_exits_quietly(exit_of, name):
+    """The interpreter exits soon and writes nothing to stderr, whatever the workers are doing."""
     lines = EXITS[name].strip("\n").splitlines()
     indent = len(lines[0]) - len(lines[0].lstrip())
     for _ in range(SOAK):
@@ -1046,18 +986,22 @@ class DeadlockedPairs(Squares):
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
-def test_deadlocked_workers_are_a_timeout_and_do_not_hold_up_close(device):
+def test_deadlocked_workers_time_out(device):
+    """Deadlocked workers are a timeout error that names their line, and close() warns of them."""
     dataset = DeadlockedPairs()
     loader = DataLoader(dataset, num_workers=2, timeout=0.2, device=device)
     iterator = iter(loader)
-    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(dataset.resolve)
-        with pytest.raises(RuntimeError, match=r"timed out(.|\n)*with self.locks\[1 - index\]"):
-            next(iterator)
+        for _ in range(2):  # The error can be repeated.
+            with pytest.raises(RuntimeError, match=r"timed out(.|\n)*with self.locks\[1 - index\]"):
+                next(iterator)
+        started = time.monotonic()
         with pytest.warns(RuntimeWarning, match="2 worker thread.* still inside the dataset's"):
             loader.close()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < PATIENCE_SECONDS
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iterator)
     await_end(own_threads())
 
 
@@ -1071,7 +1015,8 @@ class Recursive(Squares):
         return 1 + sum(int(batch) for batch in DataLoader(Recursive(index), num_workers=2))
 
 
-def test_a_dataset_may_use_loaders_of_itself_many_levels_deep():
+def test_dataset_nests_loaders():
+    """A dataset may use loaders of itself, many levels deep."""
     assert [int(batch) for batch in DataLoader(Recursive(6), num_workers=2)] == [1, 2, 4, 8, 16, 32]
 
 
@@ -1088,7 +1033,8 @@ class OwnLoader(Squares):
             return sum(int(batch) for batch in self.loader) + index
 
 
-def test_a_dataset_may_keep_a_loader_with_persistent_workers():
+def test_dataset_keeps_a_loader():
+    """A dataset may keep a loader with persistent workers."""
     total = sum(i * i for i in range(10))
     dataset = OwnLoader(10)
     for _ in range(3 * SOAK):
@@ -1099,7 +1045,9 @@ def test_a_dataset_may_keep_a_loader_with_persistent_workers():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_collate_function_may_iterate_another_loader(kind, pool):
+def test_collate_iterates_another_loader(kind, pool):
+    """A collate function may iterate another loader."""
+
     def collate(samples):
         inner = loader_of(kind, 16, pool=inner_pool)
         return Parcel([int(sample[0]) for sample in samples] + [len(indices_of(inner))])
@@ -1118,7 +1066,8 @@ class FailsInside(Squares):
         return sum(int(batch) for batch in DataLoader(FailsInside(1), num_workers=2))
 
 
-def test_a_fault_in_a_loader_inside_a_loader_comes_out_of_both():
+def test_fault_leaves_nested_loaders():
+    """A fault in a loader inside a loader is raised by both."""
     with DataLoader(FailsInside(4), num_workers=2) as loader:
         iterator = iter(loader)
         for _ in range(4):
@@ -1130,7 +1079,8 @@ def test_a_fault_in_a_loader_inside_a_loader_comes_out_of_both():
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_fault_that_was_caught_leaves_no_thread_of_a_loader_inside():
+def test_caught_fault_leaves_no_thread():
+    """A fault that was caught keeps no thread of a nested loader alive."""
     with DataLoader(FailsInside(2), num_workers=2) as loader:
         assert outcomes(iter(loader)) == ["at the bottom"] * 2
     assert own_thread_names() == []
@@ -1172,6 +1122,9 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
 
+RESUMES = pytest.mark.filterwarnings("ignore:.*read again and thrown away:UserWarning")
+
+
 def take(iterator, received):
     """Ask for one batch; true if there is none.
 
@@ -1182,32 +1135,39 @@ def take(iterator, received):
     return len(received) == num_received
 
 
+@RESUMES
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_at_random_moments_of_an_epoch_is_no_hang_and_repeats_no_batch(kind, in_order, pool):
-    expected = expected_indices(kind, 800)
+def test_ctrl_c_at_random_moments(kind, in_order, pool):
+    """After each Ctrl-C an epoch is resumed: no batch is repeated, at most one is lost each time.
+
+    A batch may be lost after next() has counted it as delivered and before the loop has it.
+    """
+    expected = expected_indices(kind, 400)
     with (
         loader_of(
             kind,
-            800,
+            400,
             pool=pool,
             in_order=in_order,
-            # The end of an epoch closes nothing: to interrupt close() is the test after the next.
+            # The end of an epoch closes nothing: another test interrupts close().
             persistent_workers=True,
             timeout=PATIENCE_SECONDS,
         ) as loader,
-        CtrlC(seed=0, longest_seconds=0.002) as ctrl_c,
+        CtrlC(seed=0, longest_seconds=0.01) as ctrl_c,
     ):
-        assert len(indices_of(loader)) == len(expected)
-        while ctrl_c.num_heard < 100 * SOAK:
+        while ctrl_c.num_heard < 200 * SOAK:
+            num_before = ctrl_c.num_heard
             places = [expected.index(batch) for batch in interrupted_epoch(loader, ctrl_c)]
             assert len(places) == len(set(places))
+            assert len(places) >= len(expected) - (ctrl_c.num_heard - num_before)
             # Where one of an iterable dataset's workers had its turn, it may be another's.
             assert places == sorted(places) or not in_order or kind == "iterable"
+    await_end(own_threads())
 
 
 def interrupted_epoch(loader, ctrl_c):
-    """What is received of an epoch, by a loop that goes on after each Ctrl-C."""
+    """Return what is received of an epoch that is resumed after each Ctrl-C."""
     iterator = iter(loader)
     received = []
     is_over = False
@@ -1217,17 +1177,28 @@ def interrupted_epoch(loader, ctrl_c):
             is_over = take(iterator, received)
             ctrl_c.is_listening = False
         except KeyboardInterrupt:
-            is_over = False
-        except RuntimeError as error:
-            ctrl_c.is_listening = False
-            if "was interrupted" not in str(error):  # A timeout would be a hang.
-                raise
-            is_over = "while the sampler was asked" in str(error)  # It cannot go on.
+            iterator, is_over = resumed(loader, iterator, received)
     return indices_of(received)
 
 
+def resumed(loader, iterator, received):
+    """Return an iterator that resumes an epoch whose wait was interrupted, and whether it is over.
+
+    It is the same one only if the interrupt came before next() had begun or after it had ended.
+    """
+    state = loader.state_dict()
+    try:
+        return iterator, take(iterator, received)
+    except RuntimeError as error:
+        if "iterator is closed" not in str(error):  # A timeout would be a hang.
+            raise
+    loader.load_state_dict(state)
+    return iter(loader), False
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_at_any_moment_before_a_loader_closes_leaves_no_thread(kind, pool, monkeypatch):
+def test_ctrl_c_leaves_no_thread(kind, pool, monkeypatch):
+    """Ctrl-C at any moment before a loader closes leaves no thread."""
     # What is interrupted in a finaliser is not raised but reported.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with CtrlC(seed=0, longest_seconds=0.006) as ctrl_c:
@@ -1245,15 +1216,24 @@ def test_ctrl_c_at_any_moment_before_a_loader_closes_leaves_no_thread(kind, pool
     gc.collect()  # Half-made event loops of asyncio, while nobody minds.
 
 
+def is_in_executor(frame):
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith("concurrent.futures"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def interrupt_at(place, function, *arguments):
-    """Call a function, with a Ctrl-C at one of the places where Python hears it; false if none.
+    """Call a function with a Ctrl-C at one of the places where Python hears it; false if none.
 
     Python hears a signal when a function begins and when one that is written in C has returned.
+    Not inside an executor: CPython's own would keep its locks.
     """
     countdown = itertools.count(place, -1)
 
     def interrupt(frame, event, _):
-        if event in ("call", "c_return") and next(countdown) == 0:
+        if event in ("call", "c_return") and not is_in_executor(frame) and next(countdown) == 0:
             raise KeyboardInterrupt
 
     sys.setprofile(interrupt)
@@ -1266,48 +1246,29 @@ def interrupt_at(place, function, *arguments):
     return False
 
 
-def batches_after_an_interrupt(kind, place, pool):
-    """What is received if the wait for the third batch is interrupted, and how many are errors."""
-    num_errors = 0
-    with loader_of(kind, pool=pool, timeout=PATIENCE_SECONDS) as loader:
-        iterator = iter(loader)
-        received = [next(iterator), next(iterator)]
-        interrupt_at(place, take, iterator, received)
-        is_over = False
-        while not is_over:
-            try:
-                is_over = take(iterator, received)
-            except (KeyboardInterrupt, RuntimeError) as error:
-                if "timed out" in str(error):
-                    raise
-                if "while the sampler was asked" in str(error):
-                    return indices_of(received), None  # It says that it cannot go on.
-                num_errors += 1
-    return indices_of(received), num_errors
-
-
+@RESUMES
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wait_that_is_interrupted_at_each_place_in_turn_repeats_no_batch(kind, pool, monkeypatch):
+def test_interrupt_at_each_place(kind, pool, monkeypatch):
+    """A wait that is interrupted at any place repeats no batch and loses at most one."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     expected = expected_indices(kind)
-    for place in range(60):
-        found, _ = batches_after_an_interrupt(kind, place, pool)
-        assert len(found) == len({tuple(batch) for batch in found})
-        assert all(batch in expected for batch in found)
-
-
-def test_a_wait_that_is_interrupted_loses_at_most_the_batch_that_is_just_handed_over(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    expected = expected_indices("threads")
-    for place in range(60):
-        found, num_errors = batches_after_an_interrupt("threads", place, None)
-        if num_errors == 0:  # Else one is said to be missing.
-            # Between the end of next() and an assignment, Python itself would lose it.
-            assert found in (expected, expected[:2] + expected[3:]), place
+    for place in range(130):
+        with loader_of(kind, pool=pool, timeout=PATIENCE_SECONDS) as loader:
+            iterator = iter(loader)
+            received = [next(iterator), next(iterator)]
+            if interrupt_at(place, take, iterator, received):
+                iterator, is_over = resumed(loader, iterator, received)
+                assert not is_over
+            found = indices_of([*received, *iterator])
+        assert len(found) == len({tuple(batch) for batch in found}), place
+        assert all(batch in expected for batch in found), place
+        assert len(found) >= len(expected) - 1, place
 
 
 @FORKS
-def test_a_close_that_is_interrupted_can_be_repeated():
+def test_interrupted_close_can_be_repeated():
+    """A second close() ends the threads that an interrupted one has left."""
+
     def close_twice():
         for place in range(100):
             loader = loader_of("threads")
@@ -1358,7 +1319,8 @@ def collect_until_dead(nodes):
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_used_iterators_in_cycles_end_when_they_are_collected(kind, pool):
+def test_collected_iterators_end(kind, pool):
+    """Half-used iterators in reference cycles end when they are collected."""
     rng = random.Random(0)
     num_before = num_descriptors()
     nodes = [drop_in_a_cycle(kind, rng.randrange(1, 10), pool) for _ in range(10 * SOAK)]
@@ -1384,7 +1346,8 @@ class Collecting(Squares):
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_used_iterators_end_also_if_a_worker_of_another_loader_collects_them(kind, pool):
+def test_worker_collects_other_iterators(kind, pool):
+    """Half-used iterators end also if a worker of another loader collects them."""
     num_before = num_descriptors()
     nodes = [drop_in_a_cycle(kind, 2, pool) for _ in range(3 * SOAK)]
     threads = own_threads()
@@ -1404,9 +1367,8 @@ def pickled(loader):
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, pickled])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_made_in_mid_epoch_begins_anew_and_the_original_goes_on(
-    kind, clone, persistent_workers, pool
-):
+def test_copy_in_mid_epoch(kind, clone, persistent_workers, pool):
+    """A copy made in mid-epoch begins with the first batch, and the original is not disturbed."""
     if kind == "executor" and clone is not copy.copy:
         pytest.skip("an executor of threads can be neither pickled nor copied")
     expected = expected_indices(kind)
@@ -1420,7 +1382,8 @@ def test_a_copy_made_in_mid_epoch_begins_anew_and_the_original_goes_on(
             assert seen + indices_of(iterator) == expected
 
 
-def test_a_copy_of_a_loader_that_is_to_go_on_goes_on_too():
+def test_copy_resumes_too():
+    """A copy of a loader that is to resume from a state resumes too."""
     with loader_of("threads", seed=3, shuffle=True) as loader:
         whole = indices_of(loader)
     with loader_of("threads", seed=3, shuffle=True) as loader:

@@ -268,9 +268,8 @@ def connect() -> Iterator[Connect]:
     of_thread.__dict__.clear()
 
 
-def test_a_connection_opened_with_the_dataset_fails_in_a_worker_at_its_sample(
-    database: Path, connect: Connect
-) -> None:
+def test_early_connection_fails_in_worker(database: Path, connect: Connect) -> None:
+    """A connection that is opened with the dataset fails in a worker, at its sample."""
     dataset = Rows(database, connect)
 
     with pytest.raises(
@@ -281,9 +280,8 @@ def test_a_connection_opened_with_the_dataset_fails_in_a_worker_at_its_sample(
     assert "sample index 5" in "".join(raised.value.__notes__)
 
 
-def test_a_dataset_with_an_open_connection_cannot_be_copied(
-    database: Path, connect: Connect
-) -> None:
+def test_open_connection_cannot_be_copied(database: Path, connect: Connect) -> None:
+    """A dataset with an open connection cannot be copied."""
     with (
         spdl_torch.DataLoader(Rows(database, connect), num_workers=2, copy_dataset=True) as loader,
         pytest.raises(
@@ -294,27 +292,24 @@ def test_a_dataset_with_an_open_connection_cannot_be_copied(
         iter(loader)
 
 
-def test_a_connection_for_each_thread_gives_what_torch_gives(
-    database: Path, connect: Connect
-) -> None:
+def test_thread_local_connection(database: Path, connect: Connect) -> None:
+    """A connection for each thread returns the batches of torch."""
     expected = load_with_torch(ThreadLocalRows(database, connect))
     dataset = ThreadLocalRows(database, connect)
 
     assert load_in_threads(InTurn(dataset, after_each_other())) == expected
 
 
-def test_a_threading_local_is_shared_by_the_copies_because_each_thread_has_its_own_anyway(
-    database: Path, connect: Connect
-) -> None:
+def test_copies_share_threading_local(database: Path, connect: Connect) -> None:
+    """Copies share a threading.local, since each thread has its own values in it."""
     expected = load_with_torch(ThreadLocalRows(database, connect))
     dataset = ThreadLocalRows(database, connect)
 
     assert load_in_threads(dataset, copy_dataset=True) == expected
 
 
-def test_a_shared_connection_opened_when_first_used_fails_in_the_second_thread(
-    database: Path, connect: Connect
-) -> None:
+def test_lazy_shared_connection_fails(database: Path, connect: Connect) -> None:
+    """A shared connection that is opened when first used fails in the second thread."""
     dataset = InTurn(LazyRows(database, connect), after_each_other())
 
     with pytest.raises(
@@ -325,9 +320,8 @@ def test_a_shared_connection_opened_when_first_used_fails_in_the_second_thread(
     assert "sample index 1" in "".join(raised.value.__notes__)
 
 
-def test_a_connection_opened_when_first_used_by_each_copy_gives_what_torch_gives(
-    database: Path, connect: Connect
-) -> None:
+def test_lazy_connection_per_copy(database: Path, connect: Connect) -> None:
+    """A connection that each copy opens when first used returns the batches of torch."""
     expected = load_with_torch(LazyRows(database, connect))
     dataset = InTurn(LazyRows(database, connect), after_each_other())
 
@@ -447,9 +441,8 @@ def archive(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_shared_archive_gives_the_wrong_bytes_if_another_thread_reads_in_between(
-    archive: Path, handles: ExitStack
-) -> None:
+def test_shared_archive_races(archive: Path, handles: ExitStack) -> None:
+    """A shared archive returns the wrong bytes if another thread reads in between."""
     turn, open_pausing = within_sample_0(OFFSET_OF_MEMBER_0, handles)
 
     [batch] = load_in_threads(InTurn(Members(archive, open_pausing), turn), sampler=[0, 1])
@@ -457,7 +450,8 @@ def test_a_shared_archive_gives_the_wrong_bytes_if_another_thread_reads_in_betwe
     assert batch == [archive.read_bytes()[HEADER_OF_MEMBER_2], bytes_of_sample(1)]
 
 
-def test_a_dataset_with_an_open_archive_cannot_be_copied(archive: Path, open_file: Open) -> None:
+def test_open_archive_cannot_be_copied(archive: Path, open_file: Open) -> None:
+    """A dataset with an open archive cannot be copied."""
     dataset = Members(archive, open_file)
 
     with (
@@ -467,9 +461,8 @@ def test_a_dataset_with_an_open_archive_cannot_be_copied(archive: Path, open_fil
         iter(loader)
 
 
-def test_a_shared_archive_with_a_lock_gives_what_torch_gives_whoever_wants_to_read_in_between(
-    archive: Path, open_file: Open, handles: ExitStack
-) -> None:
+def test_shared_archive_with_lock(archive: Path, open_file: Open, handles: ExitStack) -> None:
+    """A shared archive with a lock returns the batches of torch, without a race."""
     expected = load_with_torch(Members(archive, open_file), sampler=[0, 1])
     is_wanted = threading.Event()
     turn, open_pausing = within_sample_0(OFFSET_OF_MEMBER_0, handles, go_on=is_wanted)
@@ -479,9 +472,8 @@ def test_a_shared_archive_with_a_lock_gives_what_torch_gives_whoever_wants_to_re
     assert load_in_threads(dataset, sampler=[0, 1]) == expected
 
 
-def test_an_archive_for_each_thread_gives_what_torch_gives_whoever_reads_in_between(
-    archive: Path, open_file: Open, handles: ExitStack
-) -> None:
+def test_thread_local_archive(archive: Path, open_file: Open, handles: ExitStack) -> None:
+    """An archive for each thread returns the batches of torch, without a race."""
     expected = load_with_torch(ThreadLocalMembers(archive, open_file), sampler=[0, 1])
     turn, open_pausing = within_sample_0(OFFSET_OF_MEMBER_0, handles)
 
@@ -490,9 +482,8 @@ def test_an_archive_for_each_thread_gives_what_torch_gives_whoever_reads_in_betw
     assert load_in_threads(dataset, sampler=[0, 1]) == expected
 
 
-def test_an_archive_opened_by_each_copy_gives_what_torch_gives_whoever_reads_in_between(
-    archive: Path, open_file: Open, handles: ExitStack
-) -> None:
+def test_archive_per_copy(archive: Path, open_file: Open, handles: ExitStack) -> None:
+    """An archive that each copy opens returns the batches of torch, without a race."""
     expected = load_with_torch(LazyMembers(archive, open_file), sampler=[0, 1])
     turn, open_pausing = within_sample_0(OFFSET_OF_MEMBER_0, handles)
 
@@ -549,7 +540,8 @@ def open_hdf5(handles: ExitStack) -> OpenHdf5:
     return open_hdf5
 
 
-def test_a_shared_hdf5_file_gives_what_torch_gives(hdf5_file: Path, open_hdf5: OpenHdf5) -> None:
+def test_shared_hdf5_file(hdf5_file: Path, open_hdf5: OpenHdf5) -> None:
+    """A shared HDF5 file returns the batches of torch."""
     expected = load_with_torch(Arrays(hdf5_file, open_hdf5))
     dataset = Arrays(hdf5_file, open_hdf5)
     assert dataset[0] is not None  # It is open from now on.
@@ -557,9 +549,8 @@ def test_a_shared_hdf5_file_gives_what_torch_gives(hdf5_file: Path, open_hdf5: O
     assert_same_tensors(load_in_threads(InTurn(dataset, together())), expected)
 
 
-def test_an_hdf5_file_opened_by_two_threads_at_once_gives_what_torch_gives(
-    hdf5_file: Path, open_hdf5: OpenHdf5
-) -> None:
+def test_hdf5_file_opened_twice(hdf5_file: Path, open_hdf5: OpenHdf5) -> None:
+    """An HDF5 file that two threads open at the same time returns the batches of torch."""
     expected = load_with_torch(Arrays(hdf5_file, open_hdf5))
     both = threading.Barrier(2, timeout=TIMEOUT_SECONDS)
 
@@ -571,9 +562,8 @@ def test_an_hdf5_file_opened_by_two_threads_at_once_gives_what_torch_gives(
     assert_same_tensors(load_in_threads(Arrays(hdf5_file, open_together)), expected)
 
 
-def test_an_hdf5_file_opened_by_each_copy_gives_what_torch_gives(
-    hdf5_file: Path, open_hdf5: OpenHdf5
-) -> None:
+def test_hdf5_file_per_copy(hdf5_file: Path, open_hdf5: OpenHdf5) -> None:
+    """An HDF5 file that each copy opens returns the batches of torch."""
     expected = load_with_torch(Arrays(hdf5_file, open_hdf5))
 
     dataset = InTurn(Arrays(hdf5_file, open_hdf5), after_each_other())
@@ -581,9 +571,8 @@ def test_an_hdf5_file_opened_by_each_copy_gives_what_torch_gives(
     assert_same_tensors(load_in_threads(dataset, copy_dataset=True), expected)
 
 
-def test_a_dataset_that_has_opened_its_hdf5_file_cannot_be_copied_any_more(
-    hdf5_file: Path, open_hdf5: OpenHdf5
-) -> None:
+def test_open_hdf5_cannot_be_copied(hdf5_file: Path, open_hdf5: OpenHdf5) -> None:
+    """A dataset that has opened its HDF5 file cannot be copied."""
     dataset = Arrays(hdf5_file, open_hdf5)
     assert dataset[0] is not None  # As one looks at a sample before training.
 
@@ -597,9 +586,8 @@ def test_a_dataset_that_has_opened_its_hdf5_file_cannot_be_copied_any_more(
         iter(loader)
 
 
-def test_a_dataset_that_leaves_its_open_hdf5_file_behind_can_be_copied(
-    hdf5_file: Path, open_hdf5: OpenHdf5
-) -> None:
+def test_getstate_drops_hdf5_file(hdf5_file: Path, open_hdf5: OpenHdf5) -> None:
+    """A dataset whose __getstate__ leaves out the open HDF5 file can be copied."""
     expected = load_with_torch(Arrays(hdf5_file, open_hdf5))
     dataset = ArraysWithoutTheirFile(hdf5_file, open_hdf5)
     assert dataset[0] is not None  # It is open from now on.
@@ -650,7 +638,8 @@ def array_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_shared_memory_map_gives_what_torch_gives(array_file: Path) -> None:
+def test_shared_memory_map(array_file: Path) -> None:
+    """A shared memory map returns the batches of torch."""
     expected = load_with_torch(Mapped(array_file), collate_fn=np.stack)
 
     batches = load_in_threads(InTurn(Mapped(array_file), together()), collate_fn=np.stack)
@@ -658,7 +647,8 @@ def test_a_shared_memory_map_gives_what_torch_gives(array_file: Path) -> None:
     np.testing.assert_array_equal(batches, expected)
 
 
-def test_samples_of_a_shared_memory_map_are_views_of_the_file(array_file: Path) -> None:
+def test_shared_map_returns_views(array_file: Path) -> None:
+    """Samples of a shared memory map are views of the file."""
     dataset = Mapped(array_file)
 
     samples = [row for batch in load_in_threads(dataset, collate_fn=list) for row in batch]
@@ -667,7 +657,8 @@ def test_samples_of_a_shared_memory_map_are_views_of_the_file(array_file: Path) 
     assert all(np.shares_memory(sample, dataset.pixels) for sample in samples)
 
 
-def test_a_copied_memory_map_gives_what_torch_gives(array_file: Path) -> None:
+def test_copied_memory_map(array_file: Path) -> None:
+    """A copied memory map returns the batches of torch."""
     expected = load_with_torch(Mapped(array_file), collate_fn=np.stack)
     dataset = InTurn(Mapped(array_file), together())
 
@@ -676,7 +667,8 @@ def test_a_copied_memory_map_gives_what_torch_gives(array_file: Path) -> None:
     np.testing.assert_array_equal(batches, expected)
 
 
-def test_each_copy_of_a_memory_map_is_a_whole_array_in_memory(array_file: Path) -> None:
+def test_copied_map_is_in_memory(array_file: Path) -> None:
+    """Each copy of a memory map is a whole array in memory."""
     dataset = Mapped(array_file)
     copies: list[np.memmap[Any, Any]] = []
 
@@ -695,7 +687,8 @@ def test_each_copy_of_a_memory_map_is_a_whole_array_in_memory(array_file: Path) 
     assert not np.shares_memory(first, second)
 
 
-def test_samples_of_a_memory_map_made_by_each_copy_are_views_of_the_file(array_file: Path) -> None:
+def test_memory_map_per_copy(array_file: Path) -> None:
+    """Samples of a memory map that each copy opens are views of the file."""
     dataset = InTurn(LazyMapped(array_file), together())
 
     batches = load_in_threads(dataset, copy_dataset=True, collate_fn=list)
@@ -745,9 +738,8 @@ def record_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_shared_file_gives_another_sample_if_another_thread_reads_in_between(
-    record_file: Path, handles: ExitStack
-) -> None:
+def test_shared_file_races(record_file: Path, handles: ExitStack) -> None:
+    """A shared file returns another sample if another thread reads in between."""
     turn, open_pausing = within_sample_0(0, handles)
 
     [batch] = load_in_threads(InTurn(Records(record_file, open_pausing), turn), sampler=[0, 1])
@@ -755,9 +747,8 @@ def test_a_shared_file_gives_another_sample_if_another_thread_reads_in_between(
     assert batch == [bytes_of_sample(2), bytes_of_sample(1)]
 
 
-def test_a_file_opened_by_each_copy_gives_what_torch_gives_whoever_reads_in_between(
-    record_file: Path, open_file: Open, handles: ExitStack
-) -> None:
+def test_file_per_copy(record_file: Path, open_file: Open, handles: ExitStack) -> None:
+    """A file that each copy opens returns the batches of torch, without a race."""
     expected = load_with_torch(Records(record_file, open_file), sampler=[0, 1])
     turn, open_pausing = within_sample_0(0, handles)
 
@@ -766,9 +757,8 @@ def test_a_file_opened_by_each_copy_gives_what_torch_gives_whoever_reads_in_betw
     assert load_in_threads(dataset, copy_dataset=True, sampler=[0, 1]) == expected
 
 
-def test_a_dataset_that_has_opened_its_file_cannot_be_copied_any_more(
-    record_file: Path, open_file: Open
-) -> None:
+def test_open_file_cannot_be_copied(record_file: Path, open_file: Open) -> None:
+    """A dataset that has opened its file cannot be copied."""
     dataset = Records(record_file, open_file)
     assert dataset[0] == bytes_of_sample(0)  # As one looks at a sample before training.
 
@@ -780,9 +770,8 @@ def test_a_dataset_that_has_opened_its_file_cannot_be_copied_any_more(
 
 
 @pytest.mark.skipif(not hasattr(os, "pread"), reason="os.pread is not on this platform")
-def test_a_shared_file_read_by_pread_gives_what_torch_gives(
-    record_file: Path, open_file: Open
-) -> None:
+def test_shared_file_with_pread(record_file: Path, open_file: Open) -> None:
+    """A shared file that is read with pread returns the batches of torch."""
     expected = load_with_torch(Records(record_file, open_file))
     dataset = RecordsByPread(record_file, open_file)
 
@@ -790,9 +779,8 @@ def test_a_shared_file_read_by_pread_gives_what_torch_gives(
 
 
 @pytest.mark.skipif(not hasattr(os, "pread"), reason="os.pread is not on this platform")
-def test_pread_does_not_move_the_position_that_the_threads_share(
-    record_file: Path, open_file: Open
-) -> None:
+def test_pread_keeps_the_position(record_file: Path, open_file: Open) -> None:
+    """pread does not move the position that the threads share."""
     dataset = RecordsByPread(record_file, open_file)
 
     load_in_threads(InTurn(dataset, together()))

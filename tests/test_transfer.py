@@ -468,10 +468,10 @@ def two_devices(monkeypatch):
 @pytest.mark.parametrize("device", ["xpu:2", "mtia", "hpu", "gpu", torch.device("xpu", 7)])
 def test_missing_device_error_lists_devices(device):
     """A device that does not exist is a ValueError that lists those that do."""
-    with pytest.raises(ValueError, match="There is: cpu, xpu:0, xpu:1") as caught:
+    with pytest.raises(ValueError, match="Available: cpu, xpu:0, xpu:1") as caught:
         DataLoader(Squares(), device=device)
     assert repr(device) in str(caught.value)
-    with pytest.raises(ValueError, match="There is: cpu, xpu:0, xpu:1"):
+    with pytest.raises(ValueError, match="Available: cpu, xpu:0, xpu:1"):
         spdl_torch.transfer(image(), device)
 
 

@@ -139,10 +139,10 @@ def test_the_consumer_makes_room_by_taking_batches(in_order):
     pipeline = Pipeline(
         first, [first, last], last_stage=last, capacity=num_batches, in_order=in_order, batched=True
     )
-    pipeline.begin(iter([[n] for n in range(num_batches)]))
+    window = pipeline.begin(iter([[n] for n in range(num_batches)]))
     pipeline.start()
     batches = []
-    while (batch := pipeline.window.next(PATIENCE_SECONDS)) is not None:
+    while (batch := window.next(PATIENCE_SECONDS)) is not None:
         if not batches:
             for _ in range(num_batches):
                 assert made.acquire(timeout=PATIENCE_SECONDS)
@@ -210,7 +210,7 @@ class Waking:
         self.pipeline = Pipeline(
             first, [first, last], last_stage=last, capacity=8, in_order=in_order, batched=True
         )
-        self.pipeline.begin(iter([[n] for n in range(num_batches)]))
+        self.window = self.pipeline.begin(iter([[n] for n in range(num_batches)]))
         self.pipeline.start()
 
     def wait_until_begun(self, number):
@@ -218,7 +218,7 @@ class Waking:
             assert self.begun.acquire(timeout=PATIENCE_SECONDS)
 
     def next(self):
-        return self.pipeline.window.next(PATIENCE_SECONDS).result()
+        return self.window.next(PATIENCE_SECONDS).result()
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -121,7 +121,8 @@ def text_of_timeout(dataset, go_on=None, **arguments):
         (StuckAsync, "load", StuckAsync.wait),
     ],
 )
-def test_the_error_names_the_sample_its_file_and_the_line(kind, stage, function):
+def test_error_names_sample_and_line(kind, stage, function):
+    """The timeout error names the sample, its file and the line of the dataset's code."""
     text = text_of_timeout(kind(), batch_size=2)
     assert text.startswith(f"DataLoader timed out after {TIMEOUT_SECONDS} seconds")
     (seconds,) = re.findall(
@@ -132,19 +133,22 @@ def test_the_error_names_the_sample_its_file_and_the_line(kind, stage, function)
     assert "_engine" not in text
 
 
-def test_for_a_whole_batch_the_error_names_the_batch_and_the_line():
+def test_error_names_whole_batch():
+    """For an operation on a whole batch the timeout error names the batch and the line."""
     text = text_of_timeout(StuckAtOnce(), batch_size=3)
     assert "batch 1 in the preprocess stage for" in text
     assert f'File "{__file__}", line {line_of(Stuck.__getitem__)}, in __getitem__' in text
 
 
-def test_for_an_iterable_dataset_the_error_names_the_batch_and_the_line():
+def test_error_names_iterable_batch():
+    """For an iterable dataset the timeout error names the batch and the line."""
     text = text_of_timeout(StuckStream(), batch_size=3, num_workers=1)
     assert "batch 1 in the iterate stage for" in text
     assert f'File "{__file__}", line {line_of(Stuck.__getitem__)}, in __getitem__' in text
 
 
-def test_for_an_executor_the_error_names_the_sample():
+def test_error_names_executor_sample():
+    """For an executor the timeout error names the sample."""
     dataset = StuckStaged()
     dataset.go_on = stuck
     stuck.clear()
@@ -165,7 +169,8 @@ class PlainStuck(Dataset):
         return index
 
 
-def test_for_a_collate_function_the_error_says_so():
+def test_error_names_collate():
+    """The timeout error says that a collate function is stuck."""
     go_on = threading.Event()
 
     def collate(samples):
@@ -177,7 +182,8 @@ def test_for_a_collate_function_the_error_says_so():
     assert "batch 5 in the collate stage for" in text
 
 
-def test_for_a_transfer_the_error_says_so():
+def test_error_names_transfer():
+    """The timeout error says that a transfer is stuck."""
     stuck.clear()
     text = text_of_timeout(list(range(12)), stuck, collate_fn=StuckToMove, device="meta")
     assert "batch 5 in the transfer stage for" in text
@@ -185,6 +191,7 @@ def test_for_a_transfer_the_error_says_so():
 
 
 def test_asking_again_loses_nothing():
+    """After a timeout error next() waits again, and no batch is lost."""
     dataset = Stuck()
     with DataLoader(dataset, num_workers=2, timeout=TIMEOUT_SECONDS) as loader:
         iterator = iter(loader)
@@ -195,7 +202,7 @@ def test_asking_again_loses_nothing():
         assert batches + [batch.item() for batch in iterator] == list(range(12))
 
 
-def test_ctrl_c_is_answered_within_a_second_whenever_it_comes():
+def test_ctrl_c_within_a_second():
     """Also in the instant before the loop begins to wait, when CPython does not hear it."""
     program = textwrap.dedent(
         """
@@ -229,8 +236,8 @@ def test_ctrl_c_is_answered_within_a_second_whenever_it_comes():
             process.wait(10)
 
 
-def test_a_wait_is_woken_by_a_signal_that_came_before_it(ctrl_c_interrupts_once):
-    """The signal is left pending in C, as if it had come in the instant before the wait."""
+def test_signal_before_the_wait(ctrl_c_interrupts_once):
+    """A signal that arrives in the instant before the wait still ends it."""
     go_on = threading.Event()
 
     def collate(samples):

@@ -22,8 +22,6 @@ from ._images import ImageJob
 from ._parser import CommandError
 from ._screen import Screen, counted, table_of
 
-__all__ = ["run"]
-
 OURS, PIL, TORCHVISION_IO = "spdl_torch", "torch + PIL", "torch + torchvision.io"
 
 _MAX_TRIED = 512  # Images, from all over the folder, that are loaded again and again.

@@ -15,8 +15,6 @@ from ._images import FoundFile, images_at
 from ._parser import CommandError
 from ._screen import Screen, printable
 
-__all__ = ["run"]
-
 _BATCH_SIZE = 8
 """Small, because the bytes of all files of a batch are in memory."""
 

@@ -23,8 +23,6 @@ from .._stats import num_cores
 from ._images import ImageJob
 from ._screen import Screen, counted, table_of
 
-__all__ = ["run"]
-
 _SIZE = 224
 _BATCH_SIZE = 32
 _NUM_EPOCHS = 2

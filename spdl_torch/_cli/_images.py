@@ -17,8 +17,6 @@ from torchvision.transforms import v2
 from .. import ImageLoader, StagedDataset
 from ._parser import CommandError
 
-__all__ = ["FoundFile", "ImageJob", "images_at"]
-
 _SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Lower-case suffixes of the formats that `ImageLoader` decodes."""
 

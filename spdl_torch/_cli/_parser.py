@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 from .._stats import num_cores
 from .._version import __version__
 
-__all__ = ["CommandError", "parsed"]
-
 
 class CommandError(Exception):
     """An error that is printed as one line instead of a traceback."""

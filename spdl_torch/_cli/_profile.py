@@ -19,8 +19,6 @@ from ._images import ImageJob
 from ._parser import CommandError
 from ._screen import Screen
 
-__all__ = ["run"]
-
 _NOT_OF_THE_USER = {"spdl_torch", "torch", *sys.stdlib_module_names}
 """Packages whose frames are left out above the first frame of the user's code."""
 

@@ -16,8 +16,6 @@ from rich.table import Table
 
 from .._text import finite
 
-__all__ = ["Screen", "counted", "print_on_stderr", "printable", "table_of"]
-
 
 class Screen:
     """What the user of a command sees: words and tables, or one JSON document."""

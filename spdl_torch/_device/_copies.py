@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from ._device import device_of
 from ._structure import replaced
-
-__all__ = ["Transfer", "transfer"]
 
 _INTERFACE: Final = ("Stream", "Event", "stream", "current_stream", "set_device")
 """The functions that a device's module needs for copies in the background."""
@@ -71,8 +68,9 @@ class Transfer:
     def send(self, batch: Any) -> _Sent:
         """Start the copies of a batch to the device."""
         if self._module is None:
-            return _Sent(replaced(batch, self._copy_and_wait), [], None)
-        # The loop may be far ahead of the device. The copies must not be, nor their memory.
+            copy = partial(_copy, device=self.device, non_blocking=False)
+            return _Sent(replaced(batch, copy), [], None)
+        # The training loop may run far ahead of the device. Copies must not: they need its memory.
         while len(self._steps_queued) > _MAX_STEPS_QUEUED:
             self._steps_queued.popleft().synchronize()
         stream = _side_stream(self._module, self.device)
@@ -106,22 +104,14 @@ class Transfer:
 
     def _start_copy(self, tensors: list[torch.Tensor], leaf: Any) -> Any:
         """Return the copy of a leaf; add the device tensors that were made for it to `tensors`."""
-        if not isinstance(leaf, torch.Tensor):
-            with _Made(self.device) as made:
-                moved = _object_moved(leaf, self.device, in_background=True)
-            tensors += made.tensors
-            return moved
-        if leaf.device == self.device:
-            return leaf
-        moved = leaf.to(self.device, non_blocking=True)
-        tensors += _parts(moved)
-        return moved
-
-    def _copy_and_wait(self, leaf: Any) -> Any:
-        """Return the copy of a leaf on a device without streams."""
         if isinstance(leaf, torch.Tensor):
-            return leaf if leaf.device == self.device else leaf.to(self.device)
-        return _object_moved(leaf, self.device, in_background=False)
+            moved = _copy(leaf, self.device, non_blocking=True)
+            tensors += _parts(moved) if moved is not leaf else ()
+            return moved
+        with _Made(self.device) as made:
+            moved = _copy(leaf, self.device, non_blocking=True)
+        tensors += made.tensors
+        return moved
 
 
 def transfer(batch: Any, device: torch.device | str) -> Any:
@@ -133,13 +123,20 @@ def transfer(batch: Any, device: torch.device | str) -> Any:
     for them. The host does not wait if the tensors are in pinned memory: then do not write to them
     before the copies are done.
 
+    >>> batch = {"image": torch.zeros(2, 3), "name": ["cat", "dog"]}
+    >>> moved = transfer(batch, "meta")  # For a GPU: "cuda".
+    >>> moved["image"].device, moved["name"]
+    (device(type='meta'), ['cat', 'dog'])
+
     Args:
         batch: tensors in any structure.
         device: where to; without an index, the calling thread's current device.
-
     """
-    way = Transfer(device_of(device))
-    return way.receive(way.send(batch))
+    to_device = Transfer(device_of(device))
+    return to_device.receive(to_device.send(batch))
+
+
+transfer.__module__ = "spdl_torch"
 
 
 def _empty_pinned(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
@@ -172,23 +169,16 @@ class _Made(TorchDispatchMode):
         return result
 
 
-def _object_moved(value: Any, device: torch.device, *, in_background: bool) -> Any:
-    if in_background and _takes_non_blocking(type(value)):
-        moved = value.to(device, non_blocking=True)
-    else:
-        moved = value.to(device)
-    # An object that moves itself may return nothing.
-    return value if moved is None else moved
-
-
-def _takes_non_blocking(kind: type) -> bool:
+def _copy(leaf: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """Return the copy of a leaf on a device."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
     try:
-        parameters = inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        return False
-    return "non_blocking" in parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+        moved = leaf.to(device, non_blocking=non_blocking)
+    except TypeError:  # Its method may take only the device.
+        moved = leaf.to(device)
+    # An object that moves itself may return nothing.
+    return leaf if moved is None else moved
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of"]
-
 
 def device_of(device: Any) -> torch.device:
     """Return the device that an argument names, with its index; raise if it does not exist.
@@ -15,32 +13,29 @@ def device_of(device: Any) -> torch.device:
     Without an index it is the current device of the calling thread.
     """
     try:
-        meant = torch.device(device)
+        named = torch.device(device)
     except RuntimeError:
-        raise ValueError(
-            f"device {device!r} is none that torch knows. {_what_there_is()}"
-        ) from None
+        raise ValueError(f"torch knows no device {device!r}. {_available()}") from None
     except TypeError:
         raise TypeError(
-            f"device must be a torch.device or a string, got {device!r}. {_what_there_is()}"
+            f"device must be a torch.device or a string, got {device!r}. {_available()}"
         ) from None
-    if meant.type in ("cpu", "meta"):
-        return torch.device(meant.type)
-    module = getattr(torch, meant.type, None)
-    if module is None or not module.is_available():
-        raise ValueError(f"device {device!r} is not there. {_what_there_is()}")
-    index = meant.index
-    if index is None:
-        index = module.current_device() if hasattr(module, "current_device") else 0
-    if index >= module.device_count():
-        raise ValueError(f"device {device!r} is not there. {_what_there_is()}")
-    return torch.device(meant.type, index)
+    if named.type in ("cpu", "meta"):
+        return torch.device(named.type)
+    module = getattr(torch, named.type, None)
+    if module is not None and module.is_available():
+        index = named.index
+        if index is None:
+            index = module.current_device() if hasattr(module, "current_device") else 0
+        if index < module.device_count():
+            return torch.device(named.type, index)
+    raise ValueError(f"there is no device {device!r}. {_available()}")
 
 
-def _what_there_is() -> str:
+def _available() -> str:
     names = ["cpu"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         count = torch.accelerator.device_count()
         names += [f"{accelerator.type}:{index}" for index in range(count)]
-    return f"There is: {', '.join(names)}. Leave out device to have batches where they are made."
+    return f"Available: {', '.join(names)}. Leave out device to keep batches where they are made."

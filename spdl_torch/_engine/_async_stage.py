@@ -16,8 +16,6 @@ from ._in_flight import InFlight, awaited_lines
 from ._stage import OnSampleError, Stage, WorkerCursor
 from ._threads import WorkerGroup, new_thread
 
-__all__ = ["AsyncStage"]
-
 AsyncOperation = Callable[[Any], Awaitable[Any]]
 
 TaskContext = Callable[[PendingBatch, int], AbstractContextManager[Any]]

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Epoch", "Locate", "PendingBatch", "check_count", "note_origin", "without_our_frame"]
-
 Locate = Callable[[Any, BaseException], str | None]
 """Returns the file of a sample that failed, if it is known, from its index and the error."""
 

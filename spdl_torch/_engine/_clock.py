@@ -16,21 +16,7 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
-__all__ = [
-    "SPAN_SECONDS",
-    "ConsumerClock",
-    "EpochClock",
-    "EpochReading",
-    "FutureClock",
-    "LoopStats",
-    "Recorder",
-    "Span",
-    "StageClock",
-    "StageStats",
-    "TaskClock",
-    "ThreadStageClock",
-    "WorkerClock",
-]
+from ._batch import Epoch
 
 SPAN_SECONDS: Final = 0.0002
 """Samples that take longer are timed one by one. Cheaper ones are timed together, batch by batch:
@@ -43,10 +29,8 @@ _QUEUE_READ_SECONDS: Final = 0.05
 """How often a thread reads how long it waited for a core, which takes some ten microseconds."""
 
 _NUM_PER_OCTAVE: Final = 8
-_NUM_BELOW_A_SECOND: Final = 24 * _NUM_PER_OCTAVE
-_NUM_BUCKETS: Final = _NUM_BELOW_A_SECOND + 16 * _NUM_PER_OCTAVE
-"""Buckets of a histogram from 60 nanoseconds to some hours, each nine percent wider than the one
-before."""
+"""How many buckets of a histogram there are up to twice the time: each is nine percent wider than
+the one before."""
 
 _MIDDLE_OF_BUCKET: Final = 2 ** (-0.5 / _NUM_PER_OCTAVE)
 
@@ -210,23 +194,20 @@ Recorder = Callable[[Span], None]
 class Counter:
     """What one worker did for one stage. The sum of several workers is one, too."""
 
-    __slots__ = ("busy_seconds", "counts", "cpu_seconds", "num_samples", "queued_seconds")
-
     def __init__(self) -> None:
         self.num_samples = 0
         self.busy_seconds = 0.0
         self.cpu_seconds = 0.0
         self.queued_seconds = 0.0
-        self.counts = [0] * _NUM_BUCKETS
+        self.buckets: dict[int, int] = {}
 
     def add(self, num_samples: int, seconds: float) -> None:
         """Count samples that took so long together."""
         self.busy_seconds += seconds
         if num_samples > 0:
             self.num_samples += num_samples
-            each = seconds / num_samples
-            bucket = ceil(log2(each) * _NUM_PER_OCTAVE) + _NUM_BELOW_A_SECOND if each > 6e-8 else 0
-            self.counts[min(bucket, _NUM_BUCKETS - 1)] += num_samples
+            bucket = ceil(log2(max(seconds / num_samples, 6e-8)) * _NUM_PER_OCTAVE)
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + num_samples
 
     def combine(self, other: Counter, sign: int = 1) -> None:
         """Add another counter to this one, or subtract it."""
@@ -234,13 +215,14 @@ class Counter:
         self.busy_seconds += sign * other.busy_seconds
         self.cpu_seconds += sign * other.cpu_seconds
         self.queued_seconds += sign * other.queued_seconds
-        self.counts = [a + sign * b for a, b in zip(self.counts, other.counts, strict=True)]
+        for bucket, count in other.buckets.copy().items():
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + sign * count
 
     def histogram(self) -> tuple[tuple[float, int], ...]:
-        filled = [bucket for bucket, count in enumerate(self.counts) if count > 0]
+        filled = sorted(bucket for bucket, count in self.buckets.items() if count > 0)
         buckets = range(filled[0], filled[-1] + 1) if filled else range(0)
         return tuple(
-            (float(2.0 ** ((bucket - _NUM_BELOW_A_SECOND) / _NUM_PER_OCTAVE)), self.counts[bucket])
+            (float(2.0 ** (bucket / _NUM_PER_OCTAVE)), self.buckets.get(bucket, 0))
             for bucket in buckets
         )
 
@@ -270,19 +252,6 @@ class StageClock(Protocol):
 class WorkerClock:
     """One worker thread: working on samples, on a batch, or idle."""
 
-    __slots__ = (
-        "_cpu_at",
-        "_cpu_read",
-        "_queued_at",
-        "_queued_read",
-        "at",
-        "batches",
-        "current",
-        "recorder",
-        "samples",
-        "worker",
-    )
-
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.samples = Counter()
@@ -311,12 +280,8 @@ class WorkerClock:
     def lap(self, stage: str, batch: int, num_samples: int, index: Any = None) -> float:
         """Count what was done since the last call, and begin to work on samples; return the time.
 
-        Args:
-            stage: what was done.
-            batch: the number of the batch it was done for.
-            num_samples: how many samples were finished; batches, if a batch was collated.
-            index: of the sample, if it was one.
-
+        `num_samples` were finished since then, or batches if `current` is `batches`; `index` is
+        that of the sample, if it was one.
         """
         now = time.monotonic()
         counter = self.current
@@ -378,16 +343,43 @@ class ThreadStageClock:
 # -- other workers --------------------------------------------------------------------------------
 
 
-class TaskClock:
+class _SharedClock:
+    """A stage whose workers have no threads of ours, with one counter for all of them."""
+
+    def __init__(self, name: str, width: int | None, workers: Literal["async", "executor"]) -> None:
+        self._name = name
+        self._width = width
+        self._workers: Literal["async", "executor"] = workers
+        self._counter = Counter()
+        self._num_in_flight = 0
+        self._recorder: Recorder | None = None
+
+    def read(self, now: float) -> list[Reading]:
+        total = Counter()
+        total.combine(self._counter)
+        total.busy_seconds += self._uncounted_seconds(now)
+        return [Reading(self._name, self._width, total, self._num_in_flight, self._workers)]
+
+    def record_spans(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def _uncounted_seconds(self, now: float) -> float:  # noqa: ARG002 (for those that know it)
+        return 0.0
+
+    def _record(
+        self, since: float, seconds: float, batch: int, num_samples: int, index: Any = None
+    ) -> None:
+        if self._recorder is not None:
+            name, text = self._name, _text_of(index)
+            self._recorder(Span(name, name, since, seconds, batch, num_samples, text))
+
+
+class TaskClock(_SharedClock):
     """Many calls in flight on the event loop of one thread, which alone writes this."""
 
     def __init__(self, name: str, width: int) -> None:
-        self._name = name
-        self._width = width
-        self._counter = Counter()
-        self._num_in_flight = 0
+        super().__init__(name, width, "async")
         self._at = self._cpu_at = self._cpu_read = 0.0
-        self._recorder: Recorder | None = None
 
     def start(self) -> None:
         self._cpu_at = time.thread_time()
@@ -413,36 +405,23 @@ class TaskClock:
         busy_seconds = counter.busy_seconds
         counter.add(num_samples, now - since)
         counter.busy_seconds = busy_seconds  # The time of all calls in flight is counted together.
-        if self._recorder is not None:
-            name, text = self._name, _text_of(index)
-            self._recorder(Span(name, name, since, now - since, batch, num_samples, text))
+        self._record(since, now - since, batch, num_samples, index)
 
     def _advance(self, now: float) -> None:
-        self._counter.busy_seconds += self._num_in_flight * (now - self._at)
+        self._counter.busy_seconds += self._uncounted_seconds(now)
         self._at = now
 
-    def read(self, now: float) -> list[Reading]:
-        total = Counter()
-        at, num_in_flight = self._at, self._num_in_flight
-        total.combine(self._counter)
-        total.busy_seconds += num_in_flight * max(0.0, now - at)
-        return [Reading(self._name, self._width, total, num_in_flight, "async")]
-
-    def record_spans(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def _uncounted_seconds(self, now: float) -> float:
+        return self._num_in_flight * max(0.0, now - self._at)
 
 
-class FutureClock:
+class FutureClock(_SharedClock):
     """Samples in an executor's workers, which say how long they took. Any thread may write."""
 
     def __init__(self, name: str, width: int | None) -> None:
-        self._name = name
-        self._width = width
-        self._counter = Counter()
+        super().__init__(name, width, "executor")
         # Reentrant: a garbage collection may run a task's callback in the thread that holds it.
         self._lock = threading.RLock()
-        self._num_in_flight = 0
-        self._recorder: Recorder | None = None
 
     def count_in_flight(self, num_samples: int) -> None:
         """Count samples as in flight, or with a negative number as back."""
@@ -453,18 +432,7 @@ class FutureClock:
         with self._lock:
             self._counter.add(num_samples, seconds)
             self._counter.cpu_seconds += cpu_seconds
-        if self._recorder is not None:
-            name, started = self._name, time.monotonic() - seconds
-            self._recorder(Span(name, name, started, seconds, batch, num_samples, None))
-
-    def read(self, now: float) -> list[Reading]:  # noqa: ARG002 (work under way is not known)
-        total = Counter()
-        with self._lock:
-            total.combine(self._counter)
-            return [Reading(self._name, self._width, total, self._num_in_flight, "executor")]
-
-    def record_spans(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self._record(time.monotonic() - seconds, seconds, batch, num_samples)
 
 
 # -- the consumer ---------------------------------------------------------------------------------
@@ -555,7 +523,6 @@ class EpochReading(NamedTuple):
     stages: tuple[StageStats, ...]
 
 
-# Functions of the module, because a loader that has a clock can be pickled.
 class EpochClock:
     """All clocks of one epoch, from its first batch to its end.
 
@@ -568,16 +535,16 @@ class EpochClock:
         stages: Sequence[StageClock] = (),
         *,
         window: int = 0,
-        num_ready: Callable[[], int] | None = None,
-        closed_at: Callable[[], float | None] | None = None,
+        epoch: Epoch | None = None,
     ) -> None:
         self.consumer = ConsumerClock()
         self.kind = kind
         self.window = window
         """How many batches may be in flight."""
         self._stages = stages
-        self._num_ready = num_ready
-        self._closed_at = closed_at
+        self._epoch = epoch
+        self.count_ready: Callable[[], Callable[[], int] | None] = _no_window
+        """A weak reference to a function that returns how many batches wait for the consumer."""
         self._cpu_at = 0.0
         self._at_start: list[Reading] = []
         self._last: EpochReading | None = None
@@ -595,11 +562,12 @@ class EpochClock:
 
     @property
     def is_running(self) -> bool:
-        return self._last is None and (self._closed_at is None or self._closed_at() is None)
+        return self._last is None and (self._epoch is None or not self._epoch.is_closed)
 
     @property
     def num_ready(self) -> int:
-        return self._num_ready() if self._num_ready is not None and self.is_running else 0
+        count_ready = self.count_ready()
+        return count_ready() if count_ready is not None and self.is_running else 0
 
     def record_spans(self, recorder: Recorder) -> None:
         self.consumer.recorder = recorder
@@ -609,7 +577,7 @@ class EpochClock:
     def read(self) -> EpochReading:
         if self._last is not None:
             return self._last
-        closed_at = None if self._closed_at is None else self._closed_at()
+        closed_at = None if self._epoch is None else self._epoch.closed_at
         now = time.monotonic() if closed_at is None else closed_at
         return self._read(self.consumer.last_seen(now), is_over=not self.is_running)
 
@@ -641,6 +609,10 @@ class EpochClock:
 
     def _read_stages(self, now: float) -> list[Reading]:
         return [reading for stage in self._stages for reading in stage.read(now)]
+
+
+def _no_window() -> None:
+    """Stand for the weak reference to a window that there is not."""
 
 
 def _seconds_in_queue() -> float:

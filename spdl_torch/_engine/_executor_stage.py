@@ -21,8 +21,6 @@ from ._in_flight import InFlight
 from ._stage import OnSampleError, Operation, Pace, Stage, WorkerCursor
 from ._threads import WorkerGroup, new_thread
 
-__all__ = ["ExecutorStage"]
-
 _MAX_HOOKS_KEPT: Final = 4
 _hooks: dict[bytes, Operation] = {}
 """In an executor's worker: the hooks that it received, latest last. Each step on it is one atomic

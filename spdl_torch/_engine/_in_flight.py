@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from ._batch import PendingBatch
 
-__all__ = ["InFlight", "awaited_lines", "batch_in_flight", "stack_lines"]
-
 _OURS: Final = str(Path(__file__).parent)
 _MAX_LINES: Final = 12
 

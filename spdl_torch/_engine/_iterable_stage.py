@@ -13,8 +13,6 @@ from ._in_flight import InFlight, batch_in_flight
 from ._stage import Operation, Stage, WorkerCursor, forward
 from ._threads import Workers
 
-__all__ = ["IterableStage"]
-
 Draw = Callable[[PendingBatch], Any]
 """Draws the samples of one batch from a worker's iterator and may leave a bookmark in the batch's
 `position`, which says where the iterator is after them. Raises StopIteration at the end."""

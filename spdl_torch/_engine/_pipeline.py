@@ -16,8 +16,6 @@ from ._threads import Lifetime
 from ._transfer_stage import TransferStage
 from ._window import Window
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Stages, first to last, and the window of the epoch that runs through them."""
@@ -40,8 +38,6 @@ class Pipeline:
         self._in_order = in_order
         self._batched = batched
         self._locate = locate
-        self.window: Window | None = None
-        """The batches of the epoch that was begun last."""
         self._process_id = os.getpid()
         self.is_started = False
         self.lifetime = Lifetime([group for stage in stages for group in stage.groups])
@@ -50,8 +46,9 @@ class Pipeline:
         """Begin an epoch over these draws and return its window; abandon the epoch before it."""
         epoch = Epoch()
         self.lifetime.begin(epoch)
-        self.clock = self._epoch_clock(epoch)
-        self.window = Window(
+        stages = [stage.clock for stage in self._stages]
+        self.clock = EpochClock("thread", stages, window=self._capacity, epoch=epoch)
+        window = Window(
             draws,
             self._first_stage,
             epoch,
@@ -62,22 +59,8 @@ class Pipeline:
             batched=self._batched,
             locate=self._locate,
         )
-        return self.window
-
-    def _epoch_clock(self, epoch: Epoch) -> EpochClock:
-        pipeline = weakref.ref(self)  # The clock outlives this pipeline.
-
-        def num_ready() -> int:
-            owner = pipeline()
-            return 0 if owner is None or owner.window is None else owner.window.num_ready()
-
-        return EpochClock(
-            "thread",
-            [stage.clock for stage in self._stages],
-            window=self._capacity,
-            num_ready=num_ready,
-            closed_at=lambda: epoch.closed_at,
-        )
+        self.clock.count_ready = weakref.WeakMethod(window.num_ready)  # It outlives the window.
+        return window
 
     def start(self, seconds_apart: float = 0.0) -> None:
         """Start all threads and wait until they are set up."""

@@ -14,16 +14,6 @@ from ._clock import SPAN_SECONDS, StageClock, ThreadStageClock, WorkerClock
 from ._in_flight import InFlight, stack_lines
 from ._threads import TaskQueue, WorkerGroup, Workers
 
-__all__ = [
-    "OnSampleError",
-    "Operation",
-    "Pace",
-    "Stage",
-    "ThreadStage",
-    "WorkerCursor",
-    "forward",
-]
-
 Operation = Callable[[Any], Any]
 
 _no_context = contextlib.nullcontext()
@@ -155,6 +145,27 @@ class _Work(NamedTuple):
 class _SlotQueue(TaskQueue):
     """Hands out the oldest work that has unclaimed slots, to any number of workers."""
 
+    def add(self, work: _Work) -> None:
+        """Add work behind that of older batches, without waking a worker.
+
+        Threads of the stage before finish in any order. The consumer waits for the oldest batch, so
+        a later one that arrives sooner must not go first. If another thread changes the queue
+        meanwhile, the place may be off by a few, which only costs time.
+        """
+        place = len(self.tasks)
+        with contextlib.suppress(IndexError):  # A worker has removed some.
+            while place > 0 and self.tasks[place - 1].batch.number > work.batch.number:
+                place -= 1
+        self.tasks.insert(place, work)
+
+    def has_older(self, batch: PendingBatch) -> bool:
+        """Return whether work on an older batch waits, perhaps since a worker took this one."""
+        try:
+            first: _Work = self.tasks[0]
+        except IndexError:
+            return False
+        return first.batch.number < batch.number and bool(first.unclaimed)
+
     def take(self) -> _Work | None:
         while self.tasks:
             try:
@@ -187,20 +198,11 @@ The cursor always tells what the worker is working on."""
 class ThreadStage(Stage):
     """A stage whose workers are threads.
 
-    Args:
-        name: of the stage, in statistics and messages.
-        worker_ids: one for each thread.
-        set_up: returns a worker's operation (None if the stage only collates) and its collate
-            function (None if another stage collates).
-        is_first: whether the operation takes indices; otherwise what is in the slots.
-        only_collates: whether there is no operation on samples.
-        takes_whole_batch: whether the operation takes what the sampler drew for a whole batch.
-        next_stage: works on the samples next; None if they are finished.
-        collate_stage: makes the batches; None if this stage does.
-        transfer_stage: takes over the collated batches; None if the consumer does.
-        on_sample_error: may replace a sample that failed.
-        is_watched: time each sample, for the message of a timeout.
-
+    `set_up` returns a worker's operation on a sample (None with `only_collates`) and its collate
+    function (None if there is another `collate_stage`). The operation takes indices in the first
+    stage, and what is in the slots in a later one. Samples go to the `next_stage`, batches to the
+    `transfer_stage`, if there is one. `on_sample_error` may replace a sample that failed. If
+    `is_watched`, each sample is timed for the message of a timeout.
     """
 
     def __init__(
@@ -254,12 +256,13 @@ class ThreadStage(Stage):
         return True
 
     def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
-        self._queue.tasks.append(_Work(batch, list(reversed(slots))))
+        self._queue.add(_Work(batch, list(reversed(slots))))
         is_shared = self._pace.seconds_per_sample > _SHARE_SECONDS
         self._queue.wake(len(slots) if is_shared else 1)
 
     def collate(self, batch: PendingBatch) -> None:
-        self._queue.put(_Work(batch, [0], is_settled=True))
+        self._queue.add(_Work(batch, [0], is_settled=True))
+        self._queue.wake(1)
 
     def wake(self, *, is_needed: bool, is_quick: bool) -> None:
         """Wake as many workers as the accepted batches are worth.
@@ -394,15 +397,14 @@ class ThreadStage(Stage):
         inputs = batch.indices if self._is_first else slots
         claim = work.unclaimed.pop
         # To read the clock for each cheap sample would take longer than some of them.
-        is_timed = (
-            self._is_watched
-            or self._pace.seconds_per_sample > SPAN_SECONDS
-            or clock.recorder is not None
-        )
+        is_slow = self._pace.seconds_per_sample > SPAN_SECONDS
+        is_timed = self._is_watched or is_slow or clock.recorder is not None
         num_filled = num_failed = num_uncounted = 0
         done: list[int] = []
         handed_over_at = clock.at
-        while not epoch.is_closed:
+        yields = is_slow and not self._is_first
+        # An older batch that has arrived goes first: the slots of this one stay in the queue.
+        while not (epoch.is_closed or (yields and num_filled and self._queue.has_older(batch))):
             try:
                 slot = claim()
             except IndexError:

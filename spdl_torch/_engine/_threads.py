@@ -25,8 +25,6 @@ from typing import Any, Final, Protocol
 
 from ._batch import Epoch
 
-__all__ = ["Lifetime", "TaskQueue", "WorkerGroup", "Workers", "new_thread"]
-
 _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
 _FINALISER_GRACE_SECONDS: Final = 0.25

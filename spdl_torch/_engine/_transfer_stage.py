@@ -11,8 +11,6 @@ from ._in_flight import InFlight, batch_in_flight
 from ._stage import Operation, Stage
 from ._threads import Workers
 
-__all__ = ["Taken", "TransferStage"]
-
 
 class Taken(NamedTuple):
     """A message from the consumer to the worker."""

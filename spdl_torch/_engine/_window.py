@@ -13,8 +13,6 @@ from ._clock import ConsumerClock
 from ._stage import Stage
 from ._transfer_stage import TransferStage
 
-__all__ = ["NUM_EARLIER", "NotInTime", "Window"]
-
 _QUICK_SECONDS: Final = 0.0001
 """A consumer that asks again sooner leaves a worker no time to wake up and be of use."""
 

@@ -4,6 +4,3 @@ from ._file import ImageError
 from ._loader import ImageLoader
 
 __all__ = ["ImageError", "ImageLoader"]
-
-# Tracebacks show the public name.
-ImageError.__module__ = ImageLoader.__module__ = "spdl_torch"

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from av import CodecContext, FFmpegError, Packet, VideoCodecContext, VideoFrame
+from av.video.plane import VideoPlane
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from ._file import ImageError
-from ._geometry import Box, Grid, in_words
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from av.video.plane import VideoPlane
-
-    from ._file import ImageFile
-    from ._geometry import Orientation, Size
-
-    Pixels = npt.NDArray[np.uint8]
-
-__all__ = ["Mode", "Output", "ThreadTools", "output_of", "pixels_of"]
+from ._file import ImageError, ImageFile
+from ._geometry import Box, Grid, Orientation, Pixels, Plan, Size, in_words
 
 Mode: TypeAlias = Literal["RGB", "L", "unchanged"]
 
@@ -53,11 +43,10 @@ class ThreadTools(threading.local):
             # A decoder stops when it has all the rows of the header.
             memoryview(packet)[file.height_at : file.height_at + 2] = num_rows.to_bytes(2, "big")
         # Decoders keep state: the last image, its tables, that it was a negative. A JPEG decoder is
-        # worth reusing, and that state does not affect a file with its own tables.
-        decoder = None
-        if file.has_own_tables:
-            # Removed while in use: a decoder is not reused after an error.
-            decoder = self._jpeg_decoders.pop((reduction, max_pixels), None)
+        # worth reusing, and that state does not affect a file with its own tables. It is removed
+        # while in use, because a decoder is not reused after an error.
+        key = reduction, max_pixels
+        decoder = self._jpeg_decoders.pop(key, None) if file.has_own_tables else None
         decoder = decoder or _new_decoder(file.codec, reduction, max_pixels)
         try:
             frames = decoder.decode(packet)
@@ -68,19 +57,20 @@ class ThreadTools(threading.local):
         if max_pixels is not None and frames[0].width * frames[0].height > max_pixels:
             raise ImageError(f"it has more than max_pixels={max_pixels:,}")
         if file.has_own_tables:
-            self._jpeg_decoders[reduction, max_pixels] = decoder
+            self._jpeg_decoders[key] = decoder
         return frames[0]
 
     def resized(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
         """Return a part of a frame, resized, in the pixel format of the output."""
         try:
             part = self._part(frame, box, size, output)
-            return _reformatted(self._scaler, part, size, output.format_name, _ACCURATE)
+            return self._scaler.reformat(
+                part, size[1], size[0], output.format_name, interpolation=_ACCURATE, threads=1
+            )
         except FFmpegError as error:
-            seen = in_words((frame.height, frame.width))
-            raise ImageError(
-                f"FFmpeg cannot resize its {seen} pixels to {in_words(size)}"
-            ) from error
+            stored = in_words((frame.height, frame.width))
+            message = f"FFmpeg cannot resize its {stored} pixels to {in_words(size)}"
+            raise ImageError(message) from error
 
     def _part(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
         """Return a part of a frame in a pixel format that FFmpeg resizes correctly."""
@@ -89,27 +79,28 @@ class ThreadTools(threading.local):
         # FFmpeg would resize the two fields of an interlaced PNG separately. A view is not marked
         # as interlaced.
         needs_view = frame.interlaced_frame or box is not None
-        if not needs_view and frame.format.name not in _PLANAR:
-            return frame
-        if frame.format.name not in _PLANAR:
+        if needs_view and frame.format.name not in _PLANAR:
             frame = self._converted(frame, output.format_name)
-        grid, with_whole_chroma = _PLANAR[frame.format.name]
-        whole = Box(0, 0, frame.height, frame.width)
-        if not grid.fits(box or whole):
-            # The box ends within chroma samples. FFmpeg would stretch the chroma over the frame.
-            # That is less than a pixel of a whole frame, and invisible where it shrinks. Otherwise
-            # each pixel gets its own chroma before the frame is cut.
-            if not needs_view and frame.height > 1.33 * size[0] and frame.width > 1.33 * size[1]:
-                return frame
-            box = box or whole
-            outer = grid.around(box, within=whole)
-            frame = self._converted(_copy(frame, outer, grid), with_whole_chroma)
-            return _view(frame, box.within(outer), Grid())
-        return _view(frame, box or whole, grid) if needs_view else frame
+        grid = _PLANAR.get(frame.format.name)
+        box = box or Box(0, 0, frame.height, frame.width)
+        if grid is None:
+            return frame
+        if grid.fits(box):
+            return _view(frame, box, grid) if needs_view else frame
+        # The box ends within chroma samples. FFmpeg would stretch the chroma over the frame. That
+        # is less than a pixel of a whole frame, and invisible where it shrinks. Otherwise each
+        # pixel gets its own chroma before the frame is cut.
+        if not needs_view and frame.height > 1.33 * size[0] and frame.width > 1.33 * size[1]:
+            return frame
+        outer = grid.around(box, (frame.height, frame.width))
+        # The same format with chroma for every pixel.
+        frame = self._converted(_copy(frame, outer, grid), frame.format.name[:-4] + "444p")
+        return _view(frame, box.within(outer), Grid())
 
     def _converted(self, frame: VideoFrame, format_name: str) -> VideoFrame:
-        size = frame.height, frame.width
-        return _reformatted(self._converter, frame, size, format_name, Interpolation.BILINEAR)
+        return self._converter.reformat(
+            frame, format=format_name, interpolation=Interpolation.BILINEAR, threads=1
+        )
 
 
 _ACCURATE = (
@@ -123,33 +114,14 @@ _ACCURATE = (
 _MAX_BYTES = 2**31 - 1024
 """FFmpeg counts the bytes of a packet in an int."""
 
-_MAX_SIDE = 65535
-
-
-class _Planar(NamedTuple):
-    """A pixel format with a plane for each component, a byte a sample."""
-
-    grid: Grid
-    """The positions at which its chroma can be cut."""
-    with_whole_chroma: str
-    """The same format with chroma for every pixel."""
-
-
 _PLANAR = {
-    "gray": _Planar(Grid(), "gray"),
-    "gbrp": _Planar(Grid(), "gbrp"),
-    "gbrap": _Planar(Grid(), "gbrap"),
-    "yuv444p": _Planar(Grid(), "yuv444p"),
-    "yuv420p": _Planar(Grid(1, 1), "yuv444p"),
-    "yuva444p": _Planar(Grid(), "yuva444p"),
-    "yuva420p": _Planar(Grid(1, 1), "yuva444p"),
-    "yuvj444p": _Planar(Grid(), "yuvj444p"),
-    "yuvj440p": _Planar(Grid(1, 0), "yuvj444p"),
-    "yuvj422p": _Planar(Grid(0, 1), "yuvj444p"),
-    "yuvj420p": _Planar(Grid(1, 1), "yuvj444p"),
-    "yuvj411p": _Planar(Grid(0, 2), "yuvj444p"),
+    **dict.fromkeys(["gray", "gbrp", "gbrap", "yuv444p", "yuva444p", "yuvj444p"], Grid()),
+    **dict.fromkeys(["yuv420p", "yuva420p", "yuvj420p"], Grid(2, 2)),
+    "yuvj440p": Grid(2, 1),
+    "yuvj422p": Grid(1, 2),
+    "yuvj411p": Grid(1, 4),
 }
-
+"""Formats with a plane for each component, a byte a sample, and where their chroma can be cut."""
 
 _BADLY_RESIZED = {
     "monob": "gray",
@@ -174,26 +146,9 @@ def _new_decoder(codec: str, reduction: int, max_pixels: int | None) -> VideoCod
         "lowres": str(reduction),
     }
     if max_pixels is not None:
-        # In case the header was wrong. FFmpeg counts the padding of rows too.
-        decoder.options["max_pixels"] = str(max_pixels + 64 * _MAX_SIDE)
+        # In case the header was wrong. FFmpeg counts the padding of up to 65,535 rows too.
+        decoder.options["max_pixels"] = str(max_pixels + 64 * 65535)
     return decoder
-
-
-def _reformatted(
-    reformatter: VideoReformatter,
-    frame: VideoFrame,
-    size: Size,
-    format_name: str,
-    interpolation: Interpolation,
-) -> VideoFrame:
-    return reformatter.reformat(
-        frame,
-        width=size[1],
-        height=size[0],
-        format=format_name,
-        interpolation=interpolation,
-        threads=1,
-    )
 
 
 def _view(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
@@ -264,15 +219,12 @@ _GREY_ALPHA_FORMATS = {"ya8", "ya16be", "ya16le"}
 
 def output_of(frame: VideoFrame, mode: Mode, file: ImageFile) -> Output:
     """Return the output for a mode."""
-    format_name = frame.format.name
-    is_grey = format_name in _GREY_FORMATS
-    if mode == "L":
-        return _GREY
+    is_grey = frame.format.name in _GREY_FORMATS
     if mode == "RGB":
         return _GREY_AS_RGB if is_grey else _RGB
-    if is_grey:
+    if mode == "L" or is_grey:
         return _GREY
-    if format_name in _GREY_ALPHA_FORMATS:
+    if frame.format.name in _GREY_ALPHA_FORMATS:
         return _GREY_ALPHA
     return _RGB_ALPHA if file.has_alpha and _has_alpha(frame) else _RGB
 
@@ -285,26 +237,18 @@ def _has_alpha(frame: VideoFrame) -> bool:
 
 
 def pixels_of(
-    frame: VideoFrame,
-    output: Output,
-    orientation: Orientation,
-    center: Box | None,
-    *,
-    is_mirrored: bool,
+    frame: VideoFrame, output: Output, orientation: Orientation, plan: Plan
 ) -> torch.Tensor:
-    """Return the channels of a frame as a tensor, C×H×W."""
+    """Return the channels of a resized frame as a tensor, C×H×W, upright, cropped and flipped."""
     planes = frame.planes
-    if orientation.is_as_stored and center is None and _is_dense(planes[0]):
+    is_dense = planes[0].line_size == planes[0].width
+    if is_dense and plan.center is None and not any(orientation):
         # Three times as fast as the general way below.
         joined = bytearray().join([planes[number] for number in output.planes])
         pixels = torch.frombuffer(joined, dtype=torch.uint8).view(-1, frame.height, frame.width)
     else:
         channels = [orientation.seen(_samples_of(plane)) for plane in planes]
-        if center is not None:
-            channels = [center.of(channel) for channel in channels]
+        if plan.center is not None:
+            channels = [plan.center.of(channel) for channel in channels]
         pixels = torch.from_numpy(np.stack([channels[number] for number in output.planes]))
-    return pixels.flip(-1) if is_mirrored else pixels
-
-
-def _is_dense(plane: VideoPlane) -> bool:
-    return plane.line_size == plane.width
+    return pixels.flip(-1) if plan.is_mirrored else pixels

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ._geometry import Box, Size, in_words
-
-__all__ = ["ImageError", "ImageFile", "parsed"]
 
 
 class ImageError(ValueError):
@@ -24,6 +22,8 @@ class ImageError(ValueError):
     Traceback (most recent call last):
     spdl_torch.ImageError: cannot decode image: it is empty.
     """
+
+    __module__ = "spdl_torch"
 
 
 class ImageFile(NamedTuple):
@@ -66,8 +66,15 @@ def parsed(data: bytes, max_pixels: int | None) -> ImageFile:
 
     Raises ImageError if the file ends too early or its header has more than `max_pixels`.
     """
+    if not data:
+        raise ImageError("it is empty")
+    parse = next((_PARSERS[start] for start in _PARSERS if data.startswith(start)), None)
+    if parse is None:
+        raise ImageError(
+            f"it is no JPEG, PNG, WebP, GIF, BMP or TIFF image: it begins with {data[:12]!r}"
+        )
     try:
-        file = _parser_of(data)(data)
+        file = parse(data)
     except (struct.error, IndexError):
         raise _truncated(data) from None
     if max_pixels is not None and file.size and file.size[0] * file.size[1] > max_pixels:
@@ -76,17 +83,6 @@ def parsed(data: bytes, max_pixels: int | None) -> ImageFile:
             f"max_pixels={max_pixels:,}. Set max_pixels if you trust the file"
         )
     return file
-
-
-def _parser_of(data: bytes) -> Callable[[bytes], ImageFile]:
-    for signature, parser in _PARSERS.items():
-        if data.startswith(signature):
-            return parser
-    if not data:
-        raise ImageError("it is empty")
-    raise ImageError(
-        f"it is no JPEG, PNG, WebP, GIF, BMP or TIFF image: it begins with {data[:12]!r}"
-    )
 
 
 def _truncated(data: bytes) -> ImageError:
@@ -107,7 +103,7 @@ _IN_HEADER = {_HUFFMAN, _QUANTISATION, _SCAN, *_FRAME_HEADERS, *_APPLICATIONS_AN
 
 def _parse_jpeg(data: bytes) -> ImageFile:
     # Nearly every file ends with the marker. Others have arbitrary data behind it, such as a second
-    # image or a film.
+    # image or a video.
     if not data.endswith(b"\xff\xd9") and _END_OF_IMAGE not in dict(_jpeg_segments(data)):
         raise _truncated(data)
     kind, frame_at, exif, pieces, start = 0, 0, b"", [], 0
@@ -136,7 +132,7 @@ def _parse_jpeg(data: bytes) -> ImageFile:
         raise ImageError("it is a JPEG without the tables that are needed to decode it")
     if precision != 8:
         raise ImageError(
-            f"it is a JPEG of {precision} bits, and FFmpeg decodes those of 8 bits alone"
+            f"it is a JPEG of {precision} bits, and FFmpeg decodes only those of 8 bits"
         )
     return ImageFile(
         "mjpeg",
@@ -282,7 +278,8 @@ def _parse_webp(data: bytes) -> ImageFile:
         raise ImageError("it is no image but another RIFF file")
     has_alpha, exif = False, b""
     if kind == b"VP8X":
-        flags, width, height = data[20], _int24(data, 24) + 1, _int24(data, 27) + 1
+        flags, width, wide, height, high = struct.unpack_from("<B3xHBHB", data, 20)
+        width, height = 1 + (width | wide << 16), 1 + (height | high << 16)
         has_alpha = bool(flags & 0x10)
         if flags & 0x02:
             raise ImageError("it is an animated WebP, which FFmpeg cannot decode")
@@ -305,11 +302,6 @@ def _webp_exif(data: bytes) -> bytes:
             return data[position + 8 : position + 8 + length].removeprefix(b"Exif\0\0")
         position += 8 + length + length % 2
     return b""
-
-
-def _int24(data: bytes, position: int) -> int:
-    low, high = struct.unpack_from("<HB", data, position)
-    return int(low | high << 16)
 
 
 # -- TIFF ------------------------------------------------------------------------------------------
@@ -338,9 +330,8 @@ def _parse_tiff(data: bytes) -> ImageFile:
     # The offset of the next image follows the entries: there is none.
     entries = b"".join([struct.pack(order + "H", len(kept)), *kept, bytes(4)])
     tiff[directory : directory + len(entries)] = entries
-    size = None
-    if _HEIGHT in values and _WIDTH in values:
-        size = values[_HEIGHT], values[_WIDTH]
+    has_size = _HEIGHT in values and _WIDTH in values
+    size = (values[_HEIGHT], values[_WIDTH]) if has_size else None
     return ImageFile("tiff", size, bytes(tiff), data, has_alpha=True)
 
 

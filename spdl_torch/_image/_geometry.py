@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Pixels = npt.NDArray[np.uint8]
-
-__all__ = [
-    "Box",
-    "Grid",
-    "Orientation",
-    "Plan",
-    "Size",
-    "center_box",
-    "in_words",
-    "random_box",
-    "resized",
-]
-
-Size = tuple[int, int]
+Size: TypeAlias = tuple[int, int]
 """(height, width)"""
+Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Box(NamedTuple):
@@ -62,46 +47,33 @@ class Box(NamedTuple):
 class Grid(NamedTuple):
     """The positions at which an image with subsampled chroma can be cut."""
 
-    row_shift: int = 0
-    """How often the number of rows is halved."""
-    column_shift: int = 0
+    rows: int = 1
+    """How many rows of pixels share a row of chroma."""
+    columns: int = 1
 
     def fits(self, box: Box) -> bool:
-        rows, columns = self._steps()
         top, left, height, width = box
-        return (top | height) % rows == 0 and (left | width) % columns == 0
+        return (top | height) % self.rows == 0 and (left | width) % self.columns == 0
 
-    def around(self, box: Box, within: Box) -> Box:
-        """Return the box on the grid around a box, with one more chroma sample on each side."""
-        rows, columns = self._steps()
-        return self._from_lines(
-            max(0, (box.top >> self.row_shift) - 1),
-            max(0, (box.left >> self.column_shift) - 1),
-            min(box.top + box.height + rows, within.height) + rows - 1 >> self.row_shift,
-            min(box.left + box.width + columns, within.width) + columns - 1 >> self.column_shift,
-        )
+    def around(self, box: Box, size: Size) -> Box:
+        """Return the box on the grid around a box, with one more chroma sample on each side.
+
+        It may end less than a chroma sample beyond the edges of the image, whose size is `size`.
+        """
+        rows, columns = self
+        top = max(0, box.top // rows - 1) * rows
+        left = max(0, box.left // columns - 1) * columns
+        # Rounded up.
+        bottom = -(-min(box.top + box.height + rows, size[0]) // rows) * rows
+        right = -(-min(box.left + box.width + columns, size[1]) // columns) * columns
+        return Box(top, left, bottom - top, right - left)
 
     def of_plane(self, box: Box, plane: int) -> Box:
         """Return a box on the grid in the coordinates of a plane; planes 1 and 2 are chroma."""
         if plane not in {1, 2}:
             return box
-        return Box(
-            box.top >> self.row_shift,
-            box.left >> self.column_shift,
-            box.height >> self.row_shift,
-            box.width >> self.column_shift,
-        )
-
-    def _steps(self) -> tuple[int, int]:
-        return 1 << self.row_shift, 1 << self.column_shift
-
-    def _from_lines(self, top: int, left: int, bottom: int, right: int) -> Box:
-        return Box(
-            top << self.row_shift,
-            left << self.column_shift,
-            bottom - top << self.row_shift,
-            right - left << self.column_shift,
-        )
+        rows, columns = self
+        return Box(box.top // rows, box.left // columns, box.height // rows, box.width // columns)
 
 
 class Plan(NamedTuple):
@@ -134,13 +106,7 @@ class Orientation(NamedTuple):
     @classmethod
     def of_exif(cls, number: int) -> Orientation:
         """Return the orientation of an EXIF entry, 1 to 8; other numbers mean 1."""
-        if not 1 <= number <= 8:
-            number = 1
         return cls(number in {5, 6, 7, 8}, number in {3, 4, 7, 8}, number in {2, 3, 6, 7})
-
-    @property
-    def is_as_stored(self) -> bool:
-        return not any(self)
 
     def seen_size(self, size: Size) -> Size:
         """Return the upright size for a stored size, or the stored size for an upright one."""
@@ -153,9 +119,9 @@ class Orientation(NamedTuple):
             top = seen[0] - top - height
         if self.columns_are_reversed:
             left = seen[1] - left - width
-        return (
-            Box(left, top, width, height) if self.is_transposed else Box(top, left, height, width)
-        )
+        if self.is_transposed:
+            return Box(left, top, width, height)
+        return Box(top, left, height, width)
 
     def seen(self, pixels: Pixels) -> Pixels:
         """Return the stored pixels of a channel turned upright."""

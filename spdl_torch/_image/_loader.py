@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from operator import gt
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
     Encoded = bytes | bytearray | memoryview | torch.Tensor
     Path = str | os.PathLike[str]
 
-__all__ = ["ImageLoader"]
-
 _MAX_PIXELS = 178_956_970
 """PIL's limit: 512 MB as RGB."""
 
-_NO_MODE = torch._C.DisableTorchFunction
+_NO_MODE = torch.DisableTorchFunction
 _nothing = contextlib.nullcontext()
 _tools = ThreadTools()
 _AS_STORED = Orientation()
@@ -62,6 +61,8 @@ class ImageLoader:
             None sets no limit except FFmpeg's.
     """
 
+    __module__ = "spdl_torch"
+
     def __init__(
         self,
         size: int | Sequence[int] | None = None,
@@ -94,37 +95,34 @@ class ImageLoader:
                 "horizontal_flip is a probability between 0 and 1, got "
                 f"{self.horizontal_flip!r}. Use 0.5 to mirror every other image."
             )
-        if self.reducing_gap is not None and self.reducing_gap < 1:
+        gap, max_pixels = self.reducing_gap, self.max_pixels
+        if gap is not None and gap < 1:
             raise ValueError(
-                f"reducing_gap must be at least 1, got {self.reducing_gap!r}. Use None to decode "
-                "all pixels."
+                f"reducing_gap must be at least 1, got {gap!r}. Use None to decode all pixels."
             )
-        if self.max_pixels is not None and self.max_pixels < 1:
+        if max_pixels is not None and max_pixels < 1:
             raise ValueError(
-                f"max_pixels must be at least 1, got {self.max_pixels!r}. Use None for no limit."
+                f"max_pixels must be at least 1, got {max_pixels!r}. Use None for no limit."
             )
-        self._check_crop()
+        if self.crop is not None:
+            self._check_crop(self.crop)
 
-    def _check_crop(self) -> None:
-        if self.crop is None:
-            return
+    def _check_crop(self, crop: str | int | tuple[int, int]) -> None:
         if self.size is None:
             raise ValueError("crop needs a size to resize to. Set size too.")
-        if isinstance(self.crop, str) and self.crop not in {"center", "random"}:
+        if isinstance(crop, str) and crop not in {"center", "random"}:
             raise ValueError(
-                f'crop must be "center", "random", an int or (height, width), got {self.crop!r}.'
+                f'crop must be "center", "random", an int or (height, width), got {crop!r}.'
             )
-        if self.crop == "center" and not isinstance(self.size, int):
+        if crop == "center" and not isinstance(self.size, int):
             raise ValueError(
                 f'crop="center" keeps the middle square of an image whose shorter side is size, '
                 f"but size={self.size} is both sides. Make size an int, or leave crop out."
             )
-        if not isinstance(self.crop, str):
-            left, kept = _pair(self.size), _pair(self.crop)
-            if kept[0] > left[0] or kept[1] > left[1]:
-                raise ValueError(
-                    f"crop={self.crop} keeps more than size={self.size} leaves. Make size larger."
-                )
+        if not isinstance(crop, str) and any(map(gt, _pair(crop), _pair(self.size))):
+            raise ValueError(
+                f"crop={crop} keeps more than size={self.size} leaves. Make size larger."
+            )
 
     def __call__(self, path: Path) -> Image:
         """Read and decode the image at `path`."""
@@ -145,17 +143,14 @@ class ImageLoader:
         try:
             # The torch function mode of a worker thread costs more than the draws themselves. With
             # the sample's generator at hand it is not needed.
-            generator = torch.thread_safe_generator() if self._draws else None
+            draws = self.crop == "random" or self.horizontal_flip > 0
+            generator = torch.thread_safe_generator() if draws else None
             with _NO_MODE() if generator is not None else _nothing:
                 pixels = self._pixels(_as_bytes(data), generator)
         except ImageError as error:
             name = "image" if path is None else os.fspath(path)
             raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
         return pixels.as_subclass(Image)
-
-    @property
-    def _draws(self) -> bool:
-        return self.crop == "random" or self.horizontal_flip > 0
 
     def _pixels(self, data: bytes, generator: torch.Generator | None) -> torch.Tensor:
         file = parsed(data, self.max_pixels)
@@ -178,7 +173,7 @@ class ImageLoader:
         if box is not None:
             box = orientation.stored_box(box, plan.seen_size).reduced(reduction, size)
         frame = _tools.resized(frame, box, orientation.seen_size(plan.size), output)
-        return pixels_of(frame, output, orientation, plan.center, is_mirrored=plan.is_mirrored)
+        return pixels_of(frame, output, orientation, plan)
 
     def _plan(self, seen_size: tuple[int, int], generator: torch.Generator | None) -> Plan:
         """Return the steps for an image of this size. Draws the random numbers."""

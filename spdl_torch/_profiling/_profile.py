@@ -17,8 +17,6 @@ from .._text import number
 from ._report import report
 from ._trace import trace
 
-__all__ = ["CachedLoader", "Headroom", "Profile", "Scaling"]
-
 
 @dataclass(frozen=True)
 class Scaling:

@@ -13,8 +13,6 @@ from .._engine import Span
 from .._text import finite
 from ._trace import lanes
 
-__all__ = ["report"]
-
 _BOXES = {"training-bound": "loop", "window-bound": "window", "unknown": None}
 """The box of the pipeline that a verdict is about, where it is not about a stage."""
 

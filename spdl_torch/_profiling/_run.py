@@ -22,8 +22,6 @@ from .._random import preserve_global_rng
 from .._stats import LoaderStats
 from ._profile import Headroom, Profile, Scaling
 
-__all__ = ["make_profile"]
-
 Loader: TypeAlias = Any
 """A `DataLoader`. Its module imports this one, so it cannot be named here."""
 Hook: TypeAlias = Callable[[Any], Any]

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from .._engine import Span
 
-__all__ = ["Lane", "lanes", "trace"]
-
 _ORDER = ("step", "load", "iterate", "preprocess", "collate", "transfer")
 """The loop comes first: the other lanes explain why it waits."""
 

@@ -5,18 +5,20 @@ all a loader has to save: for a map-style dataset the order of the indices and w
 are done, for an iterable dataset a bookmark for each worker.
 """
 
+from typing import TypeAlias
+
 from ._iterable import IterableProgress, SampleCount
 from ._map import LOAD, PREPROCESS, MapProgress, key_for
 from ._orders import sampler_layers, set_sampler_epoch
-from ._progress import Progress
-from ._state import MapState, read
+from ._state import read
+
+Progress: TypeAlias = MapProgress | IterableProgress
 
 __all__ = [
     "LOAD",
     "PREPROCESS",
     "IterableProgress",
     "MapProgress",
-    "MapState",
     "Progress",
     "SampleCount",
     "key_for",

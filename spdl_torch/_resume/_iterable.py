@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterDataPipe
 
 from .._settings import LoaderSettings
-from ._progress import Progress, warn_caller
+from ._progress import EpochProgress, warn_caller
 from ._state import Bookmark, IterableState, is_stateful, state_of
-
-__all__ = ["IterableProgress", "Reader", "SampleCount"]
 
 
 @dataclass
@@ -29,16 +27,16 @@ class SampleCount:
     since. It may have gone back to the beginning by itself, or do so when it is asked."""
 
 
-class IterableProgress(Progress):
+class IterableProgress(EpochProgress):
     """Where each worker is in its dataset, as far as its batches have been delivered."""
 
     def __init__(self, settings: LoaderSettings, saved: IterableState | None, **seeds: int) -> None:
         super().__init__(settings, saved, **seeds)
-        self._num_workers = settings.num_workers
-        self._draws = settings.index_sampler
         self._is_restored = saved is not None
         """The datasets are to be taken to the bookmarks; if not, they are there already."""
-        self._bookmarks: dict[int, Bookmark] = {}
+        self._bookmarks: dict[int, Bookmark | Reader] = {}
+        """A reader is that of the calling thread, which is asked for its bookmark only when that is
+        saved: nothing is drawn ahead of it."""
         self.next_worker = 0
         """The worker whose turn it is."""
         self._num_batches = 0
@@ -51,19 +49,23 @@ class IterableProgress(Progress):
             self._shared_seed = saved.shared_seed
             if isinstance(settings.dataset, IterDataPipe) and saved.shared_seed is None:
                 # Persistent workers keep their seeds, but datapipes draw in every epoch.
-                self._had_begun = False
-        self._final_bookmarks: dict[int, Bookmark] = {}
+                self.was_drawn = False
+        self._final_bookmarks: dict[int, Bookmark | Reader] = {}
         """Those of workers that have come to the end of their dataset, delivered or not."""
         self.count = SampleCount()
         """The count of the calling thread, if that reads the dataset."""
-        self._reader: Reader | None = None
-        """The reader of the calling thread. It is asked for its bookmark when that is saved."""
-        self._last_reader: Reader | None = None
-        """The one of the epoch before, until it is asked where it ended."""
-        self._has_delivered = False
+
+    def follow(self, before: Any, *, workers_persist: bool) -> None:
+        """Begin where the epoch before has ended; `workers_persist`: with the same workers."""
+        self.count = before.count
+        if workers_persist or self._settings.num_workers == 0:  # They keep their datasets.
+            # A copy: workers of an epoch that was broken off may come to their end now.
+            self._bookmarks = before._final_bookmarks.copy()
+            for bookmark in self._bookmarks.values():
+                bookmark.is_over = True
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._draws)
+        return iter(self._settings.index_sampler)
 
     def take_shared_seed(self, drawn: int | None) -> int | None:
         """Return the seed of datapipes: the one that torch has drawn, unless another is known."""
@@ -75,110 +77,82 @@ class IterableProgress(Progress):
         """Return the key of the random numbers of a worker's sample."""
         return self.base_seed, self.epoch, worker_id, number
 
-    def open(
-        self, dataset: Any, worker_id: int, *, batched: bool, drop_last: bool, count: SampleCount
-    ) -> Reader:
+    def open(self, dataset: Any, worker_id: int, count: SampleCount) -> Reader:
         """Return a reader for one worker, which resumes where that worker was."""
         self.has_drawn = True
         bookmark = self._bookmarks.get(worker_id) if self._is_restored else None
-        return Reader(
-            dataset, worker_id, bookmark, batched=batched, drop_last=drop_last, count=count
-        )
-
-    def hold(self, reader: Reader) -> None:
-        """Ask this reader for its bookmark when a state is saved: nothing is drawn ahead of it."""
-        # Only if it has a state: the reader keeps the dataset's iterator alive.
-        self._reader = reader if reader.is_stateful else None
-
-    def warn_of_skipping(self) -> None:
-        """Warn how many samples are read again and thrown away, if datasets have no state."""
-        if self._is_restored:
-            _warn_of_skipping(
-                sum(
-                    bookmark.num_samples
-                    for bookmark in self._bookmarks.values()
-                    if not bookmark.has_ended and not bookmark.is_over and not bookmark.has_state
-                ),
-                "samples",
-            )
+        assert not isinstance(bookmark, Reader)
+        reader = Reader(dataset, bookmark or Bookmark(worker_id), count, self._settings)
+        if self._settings.num_workers == 0 and reader.knows_place_at_first:
+            self._bookmarks[0] = reader
+        return reader
 
     def num_to_read_again(self) -> int:
-        """Return how many batches worker processes, which have no bookmarks, have to repeat."""
+        """Return how many samples without a state are read again and thrown away, with a warning.
+
+        Worker processes have no bookmarks: for them it is the number of batches.
+        """
         if not self._is_restored:
             return 0
-        _warn_of_skipping(self._num_batches, "batches")
-        return self._num_batches
+        number, things = self._num_batches, "batches"
+        if not self._settings.uses_processes:
+            bookmarks = self._all_bookmarks().values()
+            number, things = (
+                sum(x.num_samples for x in bookmarks if x.must_be_read_again),
+                "samples",
+            )
+        if number:
+            warn_caller(
+                f"{number} {things} of the IterableDataset are read again and thrown away to get "
+                "to where the state was saved. With state_dict() and load_state_dict() on the "
+                "dataset or its iterator, and worker threads, it would go there at once."
+            )
+        return number
 
     def deliver(self, position: Any) -> None:
+        """Count a batch as delivered to the training loop, or its error."""
         self._num_batches += 1
-        if not isinstance(position, tuple):
-            self._has_delivered = True
-            return
-        worker_id, bookmark = position
-        self._bookmarks[worker_id] = bookmark
-        self.next_worker = (worker_id + 1) % max(1, self._num_workers)
+        if isinstance(position, tuple):
+            worker_id, bookmark = position
+            self._bookmarks[worker_id] = bookmark
+            self.next_worker = (worker_id + 1) % max(1, self._settings.num_workers)
 
-    def come_to_end(self, worker_id: int, bookmark: Bookmark) -> None:
+    def come_to_end(self, worker_id: int, bookmark: Bookmark | Reader) -> None:
         """Note that a worker has nothing left. Called in its thread."""
         self._final_bookmarks[worker_id] = bookmark
 
     def begin(self, dataset: Any) -> None:
         super().begin(dataset)
-        # An error of the user's state_dict() is raised where a state is asked for, not here.
-        with contextlib.suppress(Exception):
-            self._ask_last_reader()
-        self._last_reader = None
+        try:
+            self._bookmarks |= self._all_bookmarks()
+        except Exception:  # Of the user's state_dict(). It is raised where a state is asked for.
+            self._bookmarks.clear()
 
-    def _ask_last_reader(self) -> None:
-        if self._last_reader is not None:
-            self._bookmarks[0] = replace(self._last_reader.bookmark(), is_over=True)
-            self._last_reader = None
+    def _all_bookmarks(self) -> dict[int, Bookmark]:
+        return {
+            worker: bookmark.bookmark() if isinstance(bookmark, Reader) else bookmark
+            for worker, bookmark in self._bookmarks.items()
+        }
 
-    def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+    def state_dict(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
-        self._ask_last_reader()
-        bookmarks = self._bookmarks
-        reader = self._reader
-        if reader is not None and (self._has_delivered or reader.knows_place_at_first):
-            bookmarks = {0: reader.bookmark()}
-        elif is_stateful(settings.dataset):
-            # Workers that have delivered nothing yet are where the dataset is.
-            at_first = _bookmark_at_first(settings.dataset)
-            workers = range(max(1, self._num_workers))
-            bookmarks = {worker: replace(at_first, worker=worker) for worker in workers}
-            bookmarks |= self._bookmarks
+        settings = self._settings
+        bookmarks = self._all_bookmarks()
+        # Workers that have delivered nothing yet are where the dataset is.
+        others = set(range(max(1, settings.num_workers))) - bookmarks.keys()
+        if others and is_stateful(settings.dataset):
+            state = _state_at_first(settings.dataset)
+            bookmarks |= {worker: Bookmark(worker, dataset=state) for worker in others}
         return IterableState(
             worker_method=_worker_method(settings),
-            num_workers=self._num_workers,
+            num_workers=settings.num_workers,
             batch_size=settings.batch_size,
             shared_seed=self._shared_seed,
             num_batches=self._num_batches,
             next_worker=self.next_worker,
             workers=[bookmarks[worker] for worker in sorted(bookmarks)],
-            **self._seed_state(settings, workers_persist),
+            **self._seed_state(workers_persist=workers_persist),
         ).as_dict()
-
-    def following(
-        self, settings: LoaderSettings, *, workers_persist: bool, **seeds: int
-    ) -> IterableProgress:
-        """Return the progress of the epoch after this one.
-
-        Args:
-            settings: the settings for that epoch.
-            workers_persist: whether the workers of this epoch work on in that one.
-            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
-
-        """
-        progress = IterableProgress(settings, None, **seeds)
-        progress.count = self.count
-        progress._last_reader = self._reader
-        if workers_persist:  # They keep their datasets.
-            # A copy: workers of an epoch that was broken off may come to their end now.
-            progress._bookmarks = {
-                worker: replace(bookmark, is_over=True)
-                for worker, bookmark in self._final_bookmarks.copy().items()
-            }
-        return progress
 
 
 class Reader:
@@ -189,29 +163,24 @@ class Reader:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        worker_id: int,
-        bookmark: Bookmark | None,
-        *,
-        batched: bool,
-        drop_last: bool,
-        count: SampleCount,
+        self, dataset: Any, bookmark: Bookmark, count: SampleCount, settings: LoaderSettings
     ) -> None:
-        """Open the dataset at the bookmark of this worker, if there is one."""
+        """Open the dataset at the bookmark of a worker."""
+        self.is_over = False
+        """The epoch has ended, and the next one begins from here."""
         self._dataset = dataset
-        self._worker_id = worker_id
-        self._batched = batched
-        self._drop_last = drop_last
+        self._worker_id = bookmark.worker
+        self._batched = settings.batched
+        self._drop_last = settings.drop_last
         self._count = count
+        self._has_ended = False
         count.epoch += 1
         count.number = 0
         # The user's objects may change the states that they are given.
-        saved = Bookmark(worker_id) if bookmark is None else copy.deepcopy(bookmark)
+        saved = copy.deepcopy(bookmark)
         if saved.dataset is not None:
             dataset.load_state_dict(saved.dataset)
             count.may_be_at_end = saved.is_over or saved.has_ended
-        self._has_ended = False
         self._iterator: Any = iter(dataset)
         is_own_iterator = self._iterator is dataset
         if saved.is_over:
@@ -219,13 +188,16 @@ class Reader:
             if is_own_iterator and saved.iterator is not None:
                 dataset.load_state_dict(saved.iterator)
                 self._iterator = iter(dataset)
+            saved = Bookmark(saved.worker)
         elif saved.iterator is not None and (is_own_iterator or not saved.has_ended):
             self._iterator.load_state_dict(saved.iterator)
-        self._had_ended = self._has_ended = saved.has_ended and not saved.is_over
-        if not saved.is_over:
-            if not saved.has_state and not saved.has_ended:
-                self._skip(saved.num_samples)
-            count.number = saved.num_samples
+        elif saved.must_be_read_again:
+            for _ in range(saved.num_samples):
+                # What could not be read has been reported, and an ended dataset stays at its end.
+                with contextlib.suppress(Exception):
+                    self._next()
+        count.number = saved.num_samples
+        self._had_ended = self._has_ended = saved.has_ended
         self.is_stateful = is_stateful(dataset) or is_stateful(self._iterator)
 
     def draw(self, drawn: Any) -> Any:
@@ -244,7 +216,7 @@ class Reader:
 
     def bookmark(self) -> Bookmark:
         """Return where the reader is now, for another one to resume from."""
-        bookmark = Bookmark(self._worker_id, self._count.number, self._has_ended)
+        bookmark = Bookmark(self._worker_id, self._count.number, self._has_ended, self.is_over)
         if self._iterator is not self._dataset and is_stateful(self._dataset):
             bookmark.dataset = state_of(self._dataset)
         if is_stateful(self._iterator):
@@ -253,11 +225,13 @@ class Reader:
 
     @property
     def knows_place_at_first(self) -> bool:
-        """Whether its state is right before the first sample was drawn.
+        """Whether it has a state that is right before the first sample was drawn.
 
         A dataset whose `__iter__` is a generator still says then where it was before.
         """
-        return self._iterator is self._dataset or not is_stateful(self._dataset)
+        return self.is_stateful and (
+            self._iterator is self._dataset or not is_stateful(self._dataset)
+        )
 
     def _fetch(self, drawn: Any) -> Any:
         if self._has_ended:
@@ -283,22 +257,15 @@ class Reader:
             self._count.number -= 1
             raise
 
-    def _skip(self, num_samples: int) -> None:
-        for _ in range(num_samples):
-            # What could not be read has been reported, and an ended dataset stays at its end.
-            with contextlib.suppress(Exception):
-                self._next()
 
-
-def _bookmark_at_first(dataset: Any) -> Bookmark:
-    """Return the bookmark of a worker that has not opened its dataset."""
-    bookmark = Bookmark(0)
+def _state_at_first(dataset: Any) -> Any:
+    """Return the state of a dataset that no worker has opened, or None."""
     # A dataset may have no state before it is iterated, and one that is its own iterator could not
     # be given it. Then it begins at its beginning.
     if not hasattr(dataset, "__next__"):
         with contextlib.suppress(Exception):
-            bookmark.dataset = state_of(dataset)
-    return bookmark
+            return state_of(dataset)
+    return None
 
 
 def _check_workers(settings: LoaderSettings, saved: IterableState) -> None:
@@ -326,13 +293,4 @@ def _check_workers(settings: LoaderSettings, saved: IterableState) -> None:
 
 
 def _worker_method(settings: LoaderSettings) -> str:
-    return settings.worker_method if settings.num_workers > 0 else "thread"
-
-
-def _warn_of_skipping(number: int, things: str) -> None:
-    if number:
-        warn_caller(
-            f"{number} {things} of the IterableDataset are read again and thrown away to get to "
-            "where the state was saved. With state_dict() and load_state_dict() on the dataset or "
-            "its iterator, and worker threads, it would go there at once."
-        )
+    return "multiprocessing" if settings.uses_processes else "thread"

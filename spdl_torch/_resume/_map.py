@@ -11,11 +11,9 @@ from torch.utils.data import BatchSampler
 
 from .._ranges import Ranges
 from .._settings import LoaderSettings
-from ._orders import order_of, restored_order
-from ._progress import Progress, warn_caller
+from ._orders import order_of
+from ._progress import EpochProgress, warn_caller
 from ._state import MapState, is_stateful, state_of
-
-__all__ = ["LOAD", "PREPROCESS", "MapProgress", "key_for"]
 
 LOAD: Final = 1
 """Ends the keys of the load stage."""
@@ -23,7 +21,7 @@ PREPROCESS: Final = 0
 """Ends the keys of the preprocess stage, so that it draws other numbers than the load stage."""
 
 
-class MapProgress(Progress):
+class MapProgress(EpochProgress):
     """The indices of an epoch, drawn one batch after the other, and which were delivered."""
 
     def __init__(self, settings: LoaderSettings, saved: MapState | None, **seeds: int) -> None:
@@ -43,10 +41,10 @@ class MapProgress(Progress):
         self._order = order_of(self._sampler, self._order_seed)
         self._offset = 0
         """How many indices of the epoch came before those of the order."""
-        self._done = Ranges()
-        """The places of the order that had been delivered before the epoch was resumed."""
+        self._num_in_turn = 0
+        """How many draws were delivered in turn, since the epoch was resumed."""
         self._delivered = Ranges()
-        """The numbers of the draws that were delivered since."""
+        """The numbers of the draws that were delivered out of turn, and after one that was."""
         if saved is not None:
             self._restore(settings.dataset, saved)
 
@@ -68,34 +66,52 @@ class MapProgress(Progress):
             )
         self._dataset_state, self._offset = saved.dataset_state, saved.offset
         # Last, because it sets the sampler's epoch.
-        self._order, self._done = restored_order(self._sampler, saved.sampler, saved.done)
+        self._order.load(saved.sampler, saved.done)
+
+    def follow(self, before: Any, *, workers_persist: bool) -> None:  # noqa: ARG002
+        """Begin where the epoch before has ended."""
+        self._order.follow(before._order)
+
+    def begin(self, dataset: Any) -> None:
+        if self._order.epoch_was_changed():
+            self.was_drawn = False
+        super().begin(dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the indices of each batch."""
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
         # they have made the iterator.
         self.has_drawn = True
         if self._order.epoch_was_changed():
             self._start_over()
-        draws = self._order.open(self._done)
-        if self._batch_sampler is not None:
-            draws = iter(BatchSampler(draws, self._num_units, self._batch_sampler.drop_last))
+        order, batches = self._order, self._batch_sampler
+        draws = order.open()
+        if batches is not None:
+            draws = iter(BatchSampler(draws, self._num_units, batches.drop_last))
+        if not order.has_marks:
+            yield from draws
+            return
         for drawn in draws:
-            self._order.make_mark()
+            order.make_mark()
             yield drawn
-        self._order.make_mark()
+        order.make_mark()
 
     def _start_over(self) -> None:
-        if self._done or self._offset or self._order.is_partial:
+        if self._offset or self._order.is_partial:
             warn_caller(
                 "set_epoch() has chosen another epoch than that of the loaded state, so it begins "
                 "at its first batch. Call set_epoch() with the epoch that was saved, or not at "
                 "all, to resume where the state was saved."
             )
         self._order = order_of(self._sampler, self._order_seed)
-        self._done, self._offset = Ranges(), 0
+        self._offset = 0
 
     def deliver(self, position: Any) -> None:
-        self._delivered.add(position, position + 1)
+        """Count a batch as delivered to the training loop, or its error."""
+        if position == self._num_in_turn:
+            self._num_in_turn += 1
+        else:
+            self._delivered.add(position, position + 1)
         if self._order.has_marks:
             self._order.drop_marks_before(self._all_done().first_missing)
 
@@ -105,76 +121,50 @@ class MapProgress(Progress):
         The last batch of an epoch may be smaller, and not on all ranks. Counted as full, it is the
         same number on all of them.
         """
-        done = self._done.copy()
-        for first, last in self._delivered:
-            for places in self._done.missing_ranges(
-                first * self._num_units, last * self._num_units
-            ):
-                done.add(*places)
-        return done
+        num_units = self._num_units
+        draws = [(0, self._num_in_turn), *self._delivered]
+        return self._order.done.filled(
+            (start * num_units, stop * num_units) for start, stop in draws
+        )
 
     def sample_key(self, number: int, indices: list[Any], slot: int) -> tuple[int, ...]:
         """Return the key of a sample's random numbers, the same for any workers and batch size.
 
-        The index alone is not enough: a sampler may draw it twice in an epoch.
-
-        Args:
-            number: the number of the draw.
-            indices: what was drawn.
-            slot: the place of the sample in the draw; below 0, for all samples together.
-
+        The index alone is not enough: a sampler may draw it twice in an epoch. `number` is that of
+        the draw, and `slot` the place of the sample in it; below 0, for all samples together.
         """
         # For all samples together the first stands for the others; a draw may be empty.
         index = indices[max(slot, 0)] if indices else None
         number *= self._num_units
         if self._unit == "sample" and slot >= 0:
             number, slot = number + slot, 0
-        place = self._order.global_place(self._done.missing_at(number)) + self._offset
+        place = self._order.global_place(number) + self._offset
         # The index too: several ranks may be at the same place, each of an order of its own.
         return self.base_seed, self.epoch, place, slot, _number_of(index)
 
-    @property
-    def was_drawn(self) -> bool:
-        return super().was_drawn and not self._order.epoch_was_changed()
-
-    def state_dict(self, settings: LoaderSettings, *, workers_persist: bool) -> dict[str, Any]:
+    def state_dict(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
         if self._order.epoch_was_changed():
-            changed = MapProgress(settings, None, epoch=self.epoch)
+            changed = MapProgress(self._settings, None, epoch=self.epoch)
             changed._base_seed, changed.has_begun = self._base_seed, self.has_begun
-            return changed.state_dict(settings, workers_persist=workers_persist)
-        first = self._order.first_place
+            return changed.state_dict(workers_persist=workers_persist)
+        dataset, first = self._settings.dataset, self._order.first_place
         dataset_state = self._dataset_state
-        if dataset_state is None and is_stateful(settings.dataset):
-            dataset_state = state_of(settings.dataset)
+        if dataset_state is None and is_stateful(dataset):
+            dataset_state = state_of(dataset)
+        done = ((start - first, stop - first) for start, stop in self._all_done())
         state = MapState(
-            length=_length_of(settings.dataset),
+            length=_length_of(dataset),
             unit=self._unit,
             offset=self._offset + first,
             sampler=self._order.state().as_dict(),
-            done=Ranges(
-                (max(start - first, 0), stop - first)
-                for start, stop in self._all_done()
-                if stop > first
-            ),
+            done=Ranges((max(start, 0), stop) for start, stop in done),
             dataset_state=dataset_state,
-            **self._seed_state(settings, workers_persist),
+            **self._seed_state(workers_persist=workers_persist),
         ).as_dict()
-        if is_stateful(settings.dataset):
+        if is_stateful(dataset):
             state.setdefault("dataset_state", None)
         return state
-
-    def following(self, settings: LoaderSettings, **seeds: int) -> MapProgress:
-        """Return the progress of the epoch after this one.
-
-        Args:
-            settings: the settings for that epoch.
-            seeds: `epoch` and `base_seed`, if they are known before anything is drawn.
-
-        """
-        progress = MapProgress(settings, None, **seeds)
-        progress._order = self._order.following(progress._order_seed)
-        return progress
 
 
 def key_for(key: tuple[int, ...], index: Any) -> tuple[int, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any
+from itertools import chain, islice, starmap
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
@@ -16,8 +17,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from .._ranges import Ranges
 from .._sampler import GlobalSampler
 from ._state import State, is_stateful, state_of
-
-__all__ = ["Order", "order_of", "restored_order", "sampler_layers", "set_sampler_epoch"]
 
 
 @dataclass
@@ -30,21 +29,42 @@ class SamplerState(State):
 class Order:
     """The indices of one epoch, as one sampler returns them. This one: all of them, from 0 up."""
 
-    State: type[SamplerState] = SamplerState
+    State: ClassVar[type[SamplerState]] = SamplerState
     has_marks = False
     """The sampler has a state, which is kept for every draw that a checkpoint may go back to."""
     is_partial = False
-    """Some of the epoch is left out of the order, because it was delivered before."""
+    """Some of the epoch was delivered before it was resumed."""
 
-    def __init__(self, sampler: Any, seed: int | None = None) -> None:  # noqa: ARG002 (not random)
+    def __init__(self, sampler: Any, seed: int | None) -> None:
         self._sampler = sampler
+        self._seed = seed
         self.kind = type(sampler).__name__
         """The name of the sampler in a state."""
+        self.done = Ranges()
+        """The places that had been delivered before the epoch was resumed."""
 
-    def open(self, done: Ranges) -> Iterator[Any]:
+    def load(self, values: dict[str, Any], done: Ranges) -> None:
+        """Become the order of a saved state, of which these places are done."""
+        name = "state_dict['sampler']"
+        kind = SamplerState.from_dict(values, name).kind
+        if kind != self.kind:
+            raise ValueError(
+                f"the state was saved with a sampler of the kind {kind}, but this DataLoader has a "
+                f"{self.kind}. Use the same kind of sampler to resume from it."
+            )
+        self.done = done
+        self._restore(self.State.from_dict(values, name))
+        self.is_partial = self.is_partial or bool(done)
+
+    def _restore(self, saved: Any) -> None:
+        """Restore what is special about this kind of order."""
+
+    def follow(self, before: Order) -> None:
+        """Begin where the order of the epoch before has ended."""
+
+    def open(self) -> Iterator[Any]:
         """Return the indices of the epoch but for those at the places that are done."""
-        gaps = done.gaps(len(self._sampler.data_source))
-        return chain.from_iterable(range(start, stop) for start, stop in gaps)
+        return chain.from_iterable(starmap(range, self.done.gaps(len(self._sampler.data_source))))
 
     def epoch_was_changed(self) -> bool:
         """Return whether the user chose another epoch after this one had been restored."""
@@ -61,51 +81,27 @@ class Order:
         """The place from which the state describes the order, and counts all others."""
         return 0
 
-    def global_place(self, place: int) -> int:
-        """Return the place in the order of all ranks together."""
-        return place
+    def global_place(self, number: int) -> int:
+        """Return the place in the order of all ranks of the index that is opened as number so."""
+        return int(self.done.missing_at(number))
 
     def state(self) -> SamplerState:
         return SamplerState(self.kind)
 
-    def following(self, seed: int | None) -> Order:
-        """Return the order of the next epoch."""
-        return type(self)(self._sampler, seed)
-
-    def restored(self, saved: Any, done: Ranges) -> tuple[Order, Ranges]:  # noqa: ARG002 (nothing)
-        """Return the order that a state of this class describes, and which places are done."""
-        return self, done
-
 
 def order_of(sampler: Any, seed: int | None = None) -> Order:
-    """Return the order of a sampler's next epoch.
+    """Return the order of the next epoch of any sampler, or batch sampler.
 
-    Args:
-        sampler: any sampler or batch sampler.
-        seed: draw the order from this, where it would be drawn from torch's generator.
-
+    With a seed the order is drawn from that, where it would be drawn from torch's generator.
     """
     # By exact type, or method: a subclass may do anything.
     if isinstance(sampler, GlobalSampler) and type(sampler).__iter__ is GlobalSampler.__iter__:
-        return _GlobalOrder(sampler)
+        return _GlobalOrder(sampler, seed)
     if type(sampler) is SequentialSampler:
-        return Order(sampler)
+        return Order(sampler, seed)
     if type(sampler) is RandomSampler and sampler.generator is None:
         return _RandomOrder(sampler, seed)
     return _ReplayedOrder(sampler, seed)
-
-
-def restored_order(sampler: Any, values: dict[str, Any], done: Ranges) -> tuple[Order, Ranges]:
-    """Return the order of a saved state, and which places of it are done."""
-    name = "state_dict['sampler']"
-    order = order_of(sampler)
-    kind = SamplerState.from_dict(values, name).kind
-    if kind != order.kind:
-        raise ValueError(
-            f"the state was saved with a sampler of the kind {kind}, but this DataLoader has a "
-            f"{order.kind}. Use the same kind of sampler to resume from it."
-        )
-    return order.restored(order.State.from_dict(values, name), done)
 
 
 # -- our own samplers -----------------------------------------------------------------------------
@@ -128,27 +124,22 @@ class _GlobalOrder(Order):
     """The order of a sampler of ours: it follows from seed and epoch, for any number of ranks."""
 
     State = _GlobalState
+    _start = Ranges()
+    _saved_epoch: int | None = None
+    _epoch: int | None = None
+    """The epoch that was opened."""
 
-    def __init__(
-        self, sampler: GlobalSampler, start: Ranges | None = None, epoch: int | None = None
-    ) -> None:
-        super().__init__(sampler)
-        self._start = start or Ranges()
-        self.is_partial = bool(start)
-        self._saved_epoch = epoch
-        self._epoch: int | None = None
-
-    def open(self, done: Ranges) -> Iterator[Any]:
+    def open(self) -> Iterator[Any]:
         self._epoch = self._sampler.begin_epoch()
-        indices: Iterator[Any] = self._sampler.indices(self._epoch, self._start, done)
+        indices: Iterator[Any] = self._sampler.indices(self._epoch, self._start, self.done)
         return indices
 
     def epoch_was_changed(self) -> bool:
         is_open = self._epoch is not None
         return not is_open and self._saved_epoch not in (None, self._sampler.next_epoch)
 
-    def global_place(self, place: int) -> int:
-        return int(self._sampler.position_of(place, self._start))
+    def global_place(self, number: int) -> int:
+        return int(self._sampler.position_of(self.done.missing_at(number), self._start))
 
     def state(self) -> SamplerState:
         sampler = self._sampler
@@ -163,11 +154,8 @@ class _GlobalOrder(Order):
             start=self._start,
         )
 
-    def following(self, seed: int | None) -> Order:  # noqa: ARG002 (the sampler has its own)
-        return _GlobalOrder(self._sampler)
-
-    def restored(self, saved: _GlobalState, done: Ranges) -> tuple[Order, Ranges]:
-        sampler, start = self._sampler, saved.start
+    def _restore(self, saved: _GlobalState) -> None:
+        sampler = self._sampler
         if saved.num_draws != sampler.num_draws:
             raise ValueError(
                 f"the state was saved with an epoch of {saved.num_draws} indices, but the sampler "
@@ -175,30 +163,28 @@ class _GlobalOrder(Order):
             )
         if saved.weights != sampler.weights_checksum:
             raise ValueError("the state was saved with other weights than the sampler has now.")
-        is_same_rank = sampler.rank == saved.rank or done.is_prefix
+        self._start, self._saved_epoch = saved.start, saved.epoch
+        is_same_rank = sampler.rank == saved.rank or self.done.is_prefix
         if sampler.num_replicas != saved.world_size or not is_same_rank:
-            start, done = _reshard(saved, done), Ranges()
+            self._start, self.done = _reshard(saved, self.done), Ranges()
+        self.is_partial = bool(self._start)
         sampler.set_epoch(saved.epoch)
         sampler.seed = saved.seed
-        return _GlobalOrder(sampler, start, saved.epoch), done
 
 
 def _reshard(saved: _GlobalState, done: Ranges) -> Ranges:
     """Return the positions that all ranks have delivered, if one of them has delivered `done`."""
-    world_size, start = saved.world_size, saved.start
+    world_size = saved.world_size
     if world_size > 1 and not done.is_prefix:
         raise ValueError(
             f"the state was saved by one of {world_size} ranks with in_order=False, and does not "
             "know which batches the other ranks had got out of turn. Give each rank back its own "
             "state, or save with in_order=True to resume with another number of ranks."
         )
-    num_positions = saved.num_draws - start.count()
-    everything = start.copy()
-    for first, last in done:
-        stop = min(last * world_size, num_positions)
-        for positions in start.missing_ranges(first * world_size, stop):
-            everything.add(*positions)
-    return everything
+    num_positions = saved.num_draws - saved.start.count()
+    return saved.start.filled(
+        (first * world_size, min(last * world_size, num_positions)) for first, last in done
+    )
 
 
 # -- `shuffle=True` -------------------------------------------------------------------------------
@@ -215,29 +201,25 @@ class _RandomOrder(Order):
 
     State = _RandomState
 
-    def __init__(self, sampler: Any, seed: int | None = None) -> None:
-        super().__init__(sampler)
-        self._seed = seed
-
-    def open(self, done: Ranges) -> Iterator[Any]:
+    def open(self) -> Iterator[Any]:
         if self._seed is None:
             self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         seeded = copy.copy(self._sampler)
         seeded.generator = torch.Generator().manual_seed(self._seed)
-        return _without(done, iter(seeded))
+        return left_of(iter(seeded), self.done)
 
     def state(self) -> SamplerState:
         return _RandomState(self.kind, self._seed)
 
-    def restored(self, saved: _RandomState, done: Ranges) -> tuple[Order, Ranges]:
-        return _RandomOrder(self._sampler, saved.seed), done
+    def _restore(self, saved: _RandomState) -> None:
+        self._seed = saved.seed
 
 
 # -- all other samplers ---------------------------------------------------------------------------
 
 
 @dataclass
-class _MarkState(State):
+class _Mark(State):
     """Where a sampler with a state says it is."""
 
     has_ended: bool
@@ -250,19 +232,11 @@ class _ReplayedState(SamplerState):
     epoch: int | None
     generator: torch.Tensor | None
     """The state of the sampler's generator before it drew for the epoch."""
-    mark: _MarkState | None
+    mark: _Mark | None
     is_over: bool
     """The mark is that of an epoch's end, and stands for the beginning of the next epoch."""
     next_generator: torch.Tensor | None = None
     """The state of a generator of the sampler's own, if it has not drawn for the epoch yet."""
-
-
-@dataclass
-class _Mark:
-    place: int
-    """How many indices were taken from the sampler, those that were skipped included."""
-    state: _MarkState
-    is_over: bool = False
 
 
 class _ReplayedOrder(Order):
@@ -274,39 +248,60 @@ class _ReplayedOrder(Order):
 
     State = _ReplayedState
 
-    def __init__(
-        self, sampler: Any, seed: int | None = None, saved: _ReplayedState | None = None
-    ) -> None:
-        super().__init__(sampler)
+    def __init__(self, sampler: Any, seed: int | None) -> None:
+        super().__init__(sampler, seed)
         if type(sampler) is RandomSampler:
             self.kind += " with a generator of its own"
-        self._saved = saved
+        self._saved: _ReplayedState | None = None
         """What it was restored from, until it is opened."""
         self._epoch: int | None = None
         self._generator_before: torch.Tensor | None = None
         """The state of its generator before the first index, if it draws from it."""
-        self._marks: deque[_Mark] = deque()
-        """All that a checkpoint may have to go back to."""
-        if saved is not None:
-            self._generator_before = saved.generator
-            if saved.mark is not None:
-                self._marks.append(_Mark(0, saved.mark, saved.is_over))
-        elif seed is not None and _draws_from_torch(sampler):
+        has_order = any(
+            isinstance(x, DistributedSampler | Sequence) for x in sampler_layers(sampler)
+        )
+        may_draw_from_torch = not has_order and _generator_of(sampler) is torch.default_generator
+        if seed is not None and may_draw_from_torch:
             self._generator_before = torch.Generator().manual_seed(seed).get_state()
+        self._marks: deque[tuple[int, _Mark]] = deque()
+        """All that a checkpoint may have to go back to, each with the number of indices that were
+        taken from the sampler before it."""
+        self._is_after_mark = False
+        """The first mark is that of the end of the epoch before."""
         self._is_open = False
         self._iterator: Any = None
         self._num_taken = 0
         self._has_ended = False
 
-    def open(self, done: Ranges) -> Iterator[Any]:
+    def _restore(self, saved: _ReplayedState) -> None:
+        if saved.mark is not None:
+            if saved.mark.sampler is not None and not is_stateful(self._sampler):
+                raise ValueError(
+                    f"the state has a state of the sampler, but a {self.kind} has no "
+                    "load_state_dict."
+                )
+            self._marks.append((0, saved.mark))
+        self._saved, self._is_after_mark = saved, saved.is_over
+        self._generator_before = saved.generator
+        if saved.next_generator is not None:
+            _generator_of(self._sampler).set_state(saved.next_generator)
+        if saved.epoch is not None:
+            set_sampler_epoch(self._sampler, saved.epoch)
+
+    def follow(self, before: Order) -> None:
+        assert isinstance(before, _ReplayedOrder)
+        if before._marks and is_stateful(self._sampler):
+            self._marks.append((0, before._marks[-1][1]))
+            self._is_after_mark = True
+
+    def open(self) -> Iterator[Any]:
         saved, self._saved, self._is_open = self._saved, None, True
         self._epoch = _epoch_of(self._sampler)
-        generator, before = _generator_of(self._sampler), self._generator_before
-        self._generator_before = None
+        generator = _generator_of(self._sampler)
         if is_stateful(self._sampler) and not self._marks:
             # Before it is asked for an iterator: some say after that still where they were.
-            self._marks.append(_Mark(0, self._mark_state()))
-        with _generator_as_it_was(generator, before):
+            self.make_mark()
+        with _generator_at(generator, self._generator_before):
             before = generator.get_state()
             if saved is not None and saved.mark is not None:
                 iterator = self._at_mark(saved.mark, is_over=saved.is_over)
@@ -318,14 +313,15 @@ class _ReplayedOrder(Order):
                 self._iterator = iterator
                 if not self._marks:
                     self.make_mark()
+                iterator = self._counted(iterator)
             else:
                 # Most draw with the first index.
                 iterator = chain(list(islice(iterator, 1)), iterator)
-            if not torch.equal(before, generator.get_state()):
-                self._generator_before = before
-        return _without(done, self._counted(iterator))
+            has_drawn = not torch.equal(before, generator.get_state())
+            self._generator_before = before if has_drawn else None
+        return left_of(iterator, self.done)
 
-    def _at_mark(self, mark: _MarkState, *, is_over: bool) -> Iterator[Any]:
+    def _at_mark(self, mark: _Mark, *, is_over: bool) -> Iterator[Any]:
         # A copy for each: the mark is still to be saved, and the user's object may change its own.
         if mark.sampler is not None:
             self._sampler.load_state_dict(copy.deepcopy(mark.sampler))
@@ -352,64 +348,42 @@ class _ReplayedOrder(Order):
 
     def epoch_was_changed(self) -> bool:
         saved = self._saved
-        if saved is None or saved.epoch is None:
-            return False
-        return saved.epoch != _epoch_of(self._sampler)
+        return saved is not None and saved.epoch not in (None, _epoch_of(self._sampler))
 
     def make_mark(self) -> None:
-        if self.has_marks:
-            self._marks.append(_Mark(self._num_taken, self._mark_state()))
+        self._marks.append((self._num_taken, self._mark()))
 
-    def _mark_state(self) -> _MarkState:
+    def _mark(self) -> _Mark:
         holders = self._sampler, None if self._iterator is self._sampler else self._iterator
         states = (state_of(holder) if is_stateful(holder) else None for holder in holders)
-        return _MarkState(self._has_ended, *states)
+        return _Mark(self._has_ended, *states)
 
     def drop_marks_before(self, place: int) -> None:
-        while len(self._marks) > 1 and self._marks[1].place <= place:
+        while len(self._marks) > 1 and self._marks[1][0] <= place:
             self._marks.popleft()
+            self._is_after_mark = False
 
     @property
     def first_place(self) -> int:
-        return self._marks[0].place if self._marks else 0
+        return self._marks[0][0] if self._marks else 0
 
     def state(self) -> SamplerState:
         if self._saved is not None:
             return self._saved
-        mark = self._marks[0] if self._marks else None
+        mark = self._marks[0][1] if self._marks else None
         if mark is None and is_stateful(self._sampler):
-            mark = _Mark(0, self._mark_state())
-        # Once an index was taken, the mark says all.
-        before = self._generator_before if self.first_place == 0 else None
+            mark = self._mark()
         generator = _generator_of(self._sampler)
         is_undrawn = generator is not torch.default_generator and not self._is_open
         return _ReplayedState(
             kind=self.kind,
             epoch=self._epoch if self._is_open else _epoch_of(self._sampler),
-            generator=before,
-            mark=None if mark is None else mark.state,
-            is_over=mark is not None and mark.is_over,
+            # Once an index was taken, the mark says all.
+            generator=self._generator_before if self.first_place == 0 else None,
+            mark=mark,
+            is_over=self._is_after_mark,
             next_generator=generator.get_state() if is_undrawn else None,
         )
-
-    def following(self, seed: int | None) -> Order:
-        order = _ReplayedOrder(self._sampler, seed)
-        if self._marks and is_stateful(self._sampler):
-            order._marks.append(_Mark(0, self._marks[-1].state, is_over=True))
-        return order
-
-    def restored(self, saved: _ReplayedState, done: Ranges) -> tuple[Order, Ranges]:
-        has_state = saved.mark is not None and saved.mark.sampler is not None
-        if has_state and not is_stateful(self._sampler):
-            raise ValueError(
-                f"the state has a state of the sampler, but a {self.kind} has no load_state_dict."
-            )
-        order = _ReplayedOrder(self._sampler, saved=saved)
-        if saved.next_generator is not None:
-            _generator_of(self._sampler).set_state(saved.next_generator)
-        if saved.epoch is not None:
-            set_sampler_epoch(self._sampler, saved.epoch)
-        return order, done
 
 
 # -- what samplers of users have ------------------------------------------------------------------
@@ -450,33 +424,27 @@ def _generator_of(sampler: Any) -> torch.Generator:
     return torch.default_generator
 
 
-def _draws_from_torch(sampler: Any) -> bool:
-    """Return whether a sampler may draw from torch's default generator."""
-    has_order = any(isinstance(x, DistributedSampler | Sequence) for x in sampler_layers(sampler))
-    return not has_order and _generator_of(sampler) is torch.default_generator
-
-
 @contextlib.contextmanager
-def _generator_as_it_was(generator: torch.Generator, before: torch.Tensor | None) -> Iterator[None]:
-    """Draw what was drawn before. torch's default generator, which the loop uses, is put back."""
+def _generator_at(generator: torch.Generator, state: torch.Tensor | None) -> Iterator[None]:
+    """Draw from a state. torch's default generator, which the loop uses too, is put back."""
     now = generator.get_state()
-    if before is None or torch.equal(now, before):
-        yield
-        return
-    generator.set_state(before)
+    is_elsewhere = state is not None and not torch.equal(now, state)
+    if state is not None:
+        generator.set_state(state)
     try:
         yield
     finally:
-        if generator is torch.default_generator:
+        if is_elsewhere and generator is torch.default_generator:
             generator.set_state(now)
 
 
-def _without(done: Ranges, indices: Iterator[Any]) -> Iterator[Any]:
-    """Yield all indices but those at the places that are done."""
-    place = 0
-    for start, stop in done:
-        yield from islice(indices, start - place)
-        for _ in islice(indices, stop - start):
-            pass
-        place = stop
-    yield from indices
+def left_of(indices: Iterator[Any], done: Ranges) -> Iterator[Any]:
+    """Return all indices but those at the places that are done."""
+    if not done:
+        return indices
+    gaps = list(done.gaps(sys.maxsize))
+    ends = [0, *(stop for _, stop in gaps)]  # How many indices were taken before each gap.
+    return chain.from_iterable(
+        islice(indices, start - end, stop - end)
+        for (start, stop), end in zip(gaps, ends, strict=False)
+    )

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any, Final
 
 from .._permutation import key_of
 from .._settings import LoaderSettings
 from ._state import EpochState
 
-__all__ = ["Progress", "warn_caller"]
-
-_WORKERS: Final = 1
-"""Distinguishes the seeds of workers from seeds of orders."""
+_WORKERS: Final = 1  # Keeps the seeds of workers apart from those of orders.
 _ORDER: Final = 2
-"""Distinguishes the seeds of orders from seeds of workers."""
 
 
-class Progress:
+class EpochProgress:
     """What was delivered of one epoch.
 
     It is shared by a loader, which saves it, and the iterator of the epoch. It must not refer to
@@ -35,21 +30,17 @@ class Progress:
         base_seed: int | None = None,
         epoch: int = 0,
     ) -> None:
-        """Begin an epoch, or resume one.
+        """Begin an epoch, or resume one from a state; if that does not fit, nothing has changed.
 
-        Args:
-            settings: the settings of the epoch.
-            saved: the state to resume from. If it does not fit, nothing has changed.
-            base_seed: the base seed, if it is known before torch draws it.
-            epoch: how many epochs there were before with this base seed, or which one was chosen.
-
+        `base_seed` is the one that torch would draw, if it is known before. `epoch` counts the
+        epochs with this base seed, or was chosen by the user.
         """
-        self._is_seeded = settings.seed is not None
+        self._settings = settings
         self._base_seed = base_seed if saved is None else saved.base_seed
         if self._base_seed is None and settings.seed is not None:
             self._base_seed = _derived_seed(int(settings.seed), _WORKERS)
         self.epoch = epoch if saved is None else saved.epoch
-        self._had_begun = saved is not None and saved.has_begun
+        self.was_drawn = saved is not None and saved.has_begun
         """The epoch was resumed, and its seeds had been drawn when it was saved."""
         self._dataset_state: Any = None
         """The state of a map-style dataset, until it is restored."""
@@ -59,14 +50,6 @@ class Progress:
         """The first indices of the epoch have been drawn."""
         self.is_over = False
         """The iterator has raised StopIteration."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return what is drawn for each batch."""
-        raise NotImplementedError
-
-    def deliver(self, position: Any) -> None:
-        """Count a batch as delivered to the training loop, or its error."""
-        raise NotImplementedError
 
     def choose_epoch(self, epoch: int) -> None:
         """Become another epoch of a loader with `seed=`, if nothing has been drawn yet."""
@@ -79,29 +62,22 @@ class Progress:
 
     def begin(self, dataset: Any) -> None:
         """Note that an iterator is about to be made for the epoch."""
-        self.restore_dataset(dataset, has_begun=False)
+        # The dataset may keep the generator from which the epoch's seeds are drawn. So a state that
+        # was saved before they were drawn is restored before they are drawn.
+        if not self.was_drawn:
+            self.restore_dataset(dataset)
         self.has_begun = True
 
-    def restore_dataset(self, dataset: Any, *, has_begun: bool) -> None:
-        """Restore the state of a map-style dataset, if this is the moment for it.
-
-        The state may be that of the generator from which the epoch's seeds are drawn. So a state
-        that was saved before they were drawn is restored before they are drawn.
-        """
-        if self._dataset_state is not None and has_begun == self._had_begun:
+    def restore_dataset(self, dataset: Any) -> None:
+        """Restore the state of a map-style dataset, if that is still to be done."""
+        if self._dataset_state is not None:
             dataset.load_state_dict(self._dataset_state)
             self._dataset_state = None
 
-    @property
-    def was_drawn(self) -> bool:
-        """Whether the seeds of the epoch were drawn before it was saved."""
-        return self._had_begun
-
-    def take_base_seed(self, drawn: int) -> int:
-        """Return the base seed: the one that torch has drawn, unless another is known."""
+    def take_base_seed(self, drawn: int) -> None:
+        """Use the base seed that torch has drawn, unless another is known."""
         if self._base_seed is None:
             self._base_seed = drawn
-        return self._base_seed
 
     @property
     def base_seed(self) -> int:
@@ -111,7 +87,7 @@ class Progress:
     @property
     def seed_of_workers(self) -> int:
         """What torch calls the base seed: a worker's own seed is that plus its number."""
-        if not self._is_seeded:
+        if self._settings.seed is None:
             return self.base_seed
         # With `seed=` the base seed is the same in every epoch, but the draws must not be.
         return _derived_seed(self.base_seed, self.epoch, _WORKERS)
@@ -119,18 +95,19 @@ class Progress:
     @property
     def _order_seed(self) -> int | None:
         """The seed of the order in a loader with `seed=`."""
-        return _derived_seed(self.base_seed, self.epoch, _ORDER) if self._is_seeded else None
+        is_seeded = self._settings.seed is not None
+        return _derived_seed(self.base_seed, self.epoch, _ORDER) if is_seeded else None
 
-    def _seed_state(self, settings: LoaderSettings, workers_persist: bool) -> dict[str, Any]:
+    def _seed_state(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the fields of a state that say what was drawn."""
         # Persistent workers keep the seeds that were drawn for them.
-        has_begun = self._had_begun or self.has_begun or workers_persist
-        own = None if has_begun or settings.generator is None else settings.generator.get_state()
+        has_begun = self.was_drawn or self.has_begun or workers_persist
+        generator = self._settings.generator
         return {
             "has_begun": has_begun,
             "base_seed": self._base_seed,
             "epoch": self.epoch,
-            "generator": own,
+            "generator": None if generator is None else generator.get_state(),
         }
 
 

@@ -5,30 +5,27 @@ from __future__ import annotations
 import base64
 import copy
 import zlib
-from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Any, Final, Self, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Final, Self, get_args, get_origin, get_type_hints
 
 import torch
 
 from .._ranges import Ranges
 
-__all__ = [
-    "Bookmark",
-    "EpochState",
-    "IterableState",
-    "MapState",
-    "State",
-    "is_stateful",
-    "read",
-    "state_of",
-]
-
 FORMAT: Final = 1
 """The format of a state. Raise it only if an older version would misread a newer state."""
 
 _KINDS: Final = {"iterable": "an IterableDataset", "map": "a map-style dataset"}
-_EXPECTED: Final[dict[Any, str]] = {int: "an int", str: "a str", dict: "a dict", list: "a list"}
+_EXPECTED: Final[dict[type, str]] = {
+    int: "an int",
+    str: "a str",
+    dict: "a dict",
+    list: "a list",
+    Ranges: "pairs of numbers",
+    torch.Tensor: "the state of a generator, as state_dict() returns it",
+}
+_PLAIN: Final = {bool, dict, int, NoneType, str}
 
 
 @dataclass
@@ -36,37 +33,38 @@ class State:
     """A part of a saved state. Its fields are the keys of the dict that the user saves.
 
     A field whose default is None is left out of the dict if it is None. All others must be there.
-    A tensor is the state of a generator, and encoded in the dict.
+    What is annotated as Any is the state of a user's object.
     """
+
+    types: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls.types = {key: kind for key, kind in get_type_hints(cls).items() if key != "types"}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict that shares nothing with the loader."""
+        cls = type(self)
         return {
-            field.name: copy.deepcopy(value) if field.type == "Any" else _plain(value)
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None or field.default is not None
+            name: copy.deepcopy(value) if cls.types[name] is Any else _encoded(value)
+            for name, value in vars(self).items()
+            if value is not None or getattr(cls, name, ...) is not None
         }
 
     @classmethod
     def from_dict(cls, values: Any, name: str = "state_dict") -> Self:
         """Return the state that a dict describes, or raise what is wrong with the dict.
 
-        Args:
-            values: anything that a user may have loaded. The state shares nothing with it.
-            name: where it was found, for error messages.
-
+        The dict is anything that a user may have loaded, and the state shares nothing with it.
         """
         if not isinstance(values, dict):
             raise TypeError(
                 f"{name} must be a dict, as state_dict() returns it, got {values!r:.80}."
             )
-        types = get_type_hints(cls)
         checked = {}
-        for field in fields(cls):
-            key = field.name
+        for key, wanted in cls.types.items():
             if key in values:
-                checked[key] = _checked(values[key], types[key], f"{name}[{key!r}]")
-            elif field.default is not None:
+                checked[key] = _decoded(values[key], wanted, f"{name}[{key!r}]")
+            elif getattr(cls, key, ...) is not None:
                 raise _missing(key, name)
         return cls(**checked)
 
@@ -83,7 +81,7 @@ class EpochState(State):
     base_seed: int | None
     epoch: int
     generator: torch.Tensor | None = None
-    """The state of the loader's `generator=`, if it has not drawn for the epoch yet."""
+    """The state of the loader's `generator=`, for the draws that are still to come."""
 
 
 @dataclass(kw_only=True)
@@ -116,8 +114,10 @@ class Bookmark(State):
     iterator: Any = None
 
     @property
-    def has_state(self) -> bool:
-        return self.dataset is not None or self.iterator is not None
+    def must_be_read_again(self) -> bool:
+        """Whether it takes reading the samples again to get there."""
+        has_state = self.dataset is not None or self.iterator is not None
+        return not (has_state or self.has_ended or self.is_over)
 
 
 @dataclass(kw_only=True)
@@ -135,36 +135,29 @@ class IterableState(EpochState):
     workers: list[Bookmark]
 
 
-@dataclass
-class _Head(State):
-    spdl_torch: int
-    dataset: str
-
-
 def read(state: Any, dataset: Any, *, is_iterable: bool) -> MapState | IterableState:
     """Return the state that a user loads for a dataset, checked."""
-    if isinstance(state, dict) and "spdl_torch" not in state:
-        raise ValueError(
-            "state_dict was not made by spdl_torch.DataLoader: it has no 'spdl_torch', "
-            f"but {', '.join(repr(key) for key in list(state)[:5])}."
-        )
-    head = _Head.from_dict(state)
-    if head.spdl_torch != FORMAT:
-        raise ValueError(
-            f"state_dict has the format {head.spdl_torch}, but this version of "
-            f"spdl_torch reads {FORMAT}. Load it with the version that saved it."
-        )
-    kind = "iterable" if is_iterable else "map"
-    if head.dataset != kind:
-        raise ValueError(
-            f"state_dict is that of {_KINDS.get(head.dataset, head.dataset)}, but this DataLoader "
-            f"has {_KINDS[kind]}."
-        )
-    if is_iterable:
-        return IterableState.from_dict(state)
-    if is_stateful(dataset) and "dataset_state" not in state:
-        raise _missing("dataset_state")
-    return MapState.from_dict(state)
+    cls = IterableState if is_iterable else MapState
+    if isinstance(state, dict):
+        if "spdl_torch" not in state:
+            raise ValueError(
+                "state_dict was not made by spdl_torch.DataLoader: it has no 'spdl_torch', "
+                f"but {', '.join(repr(key) for key in list(state)[:5])}."
+            )
+        if state["spdl_torch"] != FORMAT:
+            raise ValueError(
+                f"state_dict has the format {state['spdl_torch']!r:.80}, but this version of "
+                f"spdl_torch reads {FORMAT}. Load it with the version that saved it."
+            )
+        kind = state.get("dataset", cls.dataset)
+        if kind != cls.dataset:
+            raise ValueError(
+                f"state_dict is that of {_KINDS.get(str(kind), kind)}, but this DataLoader has "
+                f"{_KINDS[cls.dataset]}."
+            )
+        if not is_iterable and is_stateful(dataset) and "dataset_state" not in state:
+            raise _missing("dataset_state")
+    return cls.from_dict(state)
 
 
 def _missing(key: str, name: str = "state_dict") -> ValueError:
@@ -174,56 +167,50 @@ def _missing(key: str, name: str = "state_dict") -> ValueError:
     )
 
 
-def _plain(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
+    """Return a value of a field as plain types. A tensor is the state of a generator."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, State):
         return value.as_dict()
     if isinstance(value, Ranges):
         return value.as_lists()
     if isinstance(value, torch.Tensor):
         return base64.b64encode(zlib.compress(value.numpy().tobytes())).decode()
-    if isinstance(value, list):
-        return [each.as_dict() for each in value]
-    return value
+    return [_encoded(part) for part in value]
 
 
-def _checked(value: Any, wanted: Any, name: str) -> Any:
-    if isinstance(wanted, UnionType) and value is not None:
-        wanted, _ = get_args(wanted)  # The other is None.
-    if wanted is Any or isinstance(wanted, UnionType):
+def _decoded(value: Any, wanted: Any, name: str) -> Any:
+    """Return the value of a field from plain types, or raise that it is not what is wanted."""
+    is_optional = isinstance(wanted, UnionType)
+    if wanted is Any or (is_optional and value is None):
         return copy.deepcopy(value)
-    if wanted is bool:
-        return bool(value)
-    if wanted in _READERS:
-        return _READERS[wanted](value, name)
-    if isinstance(wanted, type) and issubclass(wanted, State):
-        return wanted.from_dict(value, name)
+    if is_optional:
+        wanted, _ = get_args(wanted)  # The other is None.
     kind = get_origin(wanted) or wanted
-    if not isinstance(value, kind):
+    if issubclass(kind, State):
+        return kind.from_dict(value, name)
+    try:
+        if kind is Ranges:
+            return Ranges((int(start), int(stop)) for start, stop in value)
+        if kind is torch.Tensor:
+            return _generator_state(value)
+        is_right = kind is bool or isinstance(value, kind)
+    except (TypeError, ValueError, RuntimeError, zlib.error):
+        is_right = False
+    if not is_right:
         raise ValueError(f"{name} must be {_EXPECTED[kind]}, got {value!r:.80}.")
     if kind is list:
         (each,) = get_args(wanted)
-        return [_checked(part, each, f"{name}[{place}]") for place, part in enumerate(value)]
-    return value
+        return [_decoded(part, each, f"{name}[{place}]") for place, part in enumerate(value)]
+    return bool(value) if kind is bool else value
 
 
-def _checked_ranges(value: Any, name: str) -> Ranges:
-    try:
-        return Ranges((int(start), int(stop)) for start, stop in value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be pairs of numbers, got {value!r:.80}.") from None
-
-
-def _checked_generator(value: Any, name: str) -> torch.Tensor:
-    try:
-        data = bytearray(zlib.decompress(base64.b64decode(value)))
-        state = torch.frombuffer(data, dtype=torch.uint8)
-        torch.Generator().set_state(state)
-    except (TypeError, ValueError, RuntimeError, zlib.error):
-        raise ValueError(f"{name} must be the state of a generator, but is damaged.") from None
+def _generator_state(value: Any) -> torch.Tensor:
+    data = bytearray(zlib.decompress(base64.b64decode(value)))
+    state = torch.frombuffer(data, dtype=torch.uint8)
+    torch.Generator().set_state(state)  # Raises if it is damaged.
     return state
-
-
-_READERS: Final = {Ranges: _checked_ranges, torch.Tensor: _checked_generator}
 
 
 def is_stateful(thing: Any) -> bool:

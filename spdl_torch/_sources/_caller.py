@@ -49,7 +49,7 @@ class CallerSource:
             self._make = self._open_iterable(settings, progress, epoch.dataset, collate)
         else:
             assert isinstance(progress, MapProgress)
-            progress.restore_dataset(epoch.dataset, has_begun=True)
+            progress.restore_dataset(epoch.dataset)
             self._make = self._open_map(settings, progress, epoch.dataset, collate)
 
     def _open_map(
@@ -74,7 +74,7 @@ class CallerSource:
     def _open_iterable(
         self, settings: LoaderSettings, progress: IterableProgress, dataset: Any, collate: Any
     ) -> Callable[[Any], Delivery]:
-        progress.warn_of_skipping()
+        progress.num_to_read_again()  # With a warning, if there are any.
         count = progress.count
         if settings.is_seeded:
             key = partial(progress.sample_key, 0)
@@ -82,21 +82,20 @@ class CallerSource:
         # To resume, samples may be read again. What they draw was drawn before the state was saved.
         preserved = preserve_global_rng() if progress.was_drawn else nullcontext()
         with preserved, self._rng:
-            reader = progress.open(
-                dataset, 0, batched=settings.batched, drop_last=settings.drop_last, count=count
-            )
-        progress.hold(reader)
+            reader = progress.open(dataset, 0, count)
 
         def position() -> Any:
-            if reader.is_stateful:
-                return self._num_drawn  # The progress asks the reader when it is saved.
-            return 0, reader.bookmark()
+            # A reader with a state is asked for its bookmark when a state is saved. Any other is
+            # not kept, because it keeps the dataset's iterator alive.
+            return 0, reader if reader.is_stateful else reader.bookmark()
 
         def make(drawn: Any) -> Delivery:
             try:
                 samples = reader.draw(drawn)
-            except StopIteration:
-                raise  # The end of the epoch.
+            except StopIteration:  # The end of the epoch.
+                if reader.is_stateful:
+                    progress.come_to_end(0, reader)
+                raise
             except Exception as error:
                 return Made(position(), None, error)
             try:

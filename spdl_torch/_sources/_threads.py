@@ -84,7 +84,7 @@ class ThreadSource:
         epoch = TorchEpoch(settings, progress)
         self._timeout_seconds = settings.timeout or None
         # Before the dataset is copied for the workers.
-        progress.restore_dataset(epoch.dataset, has_begun=True)
+        progress.restore_dataset(epoch.dataset)
         self._worker_setup = WorkerSetup(
             settings,
             progress,
@@ -94,7 +94,7 @@ class ThreadSource:
             pin_device=epoch.pin_device,
         )
         if isinstance(progress, IterableProgress):
-            progress.warn_of_skipping()
+            progress.num_to_read_again()  # With a warning, if there are any.
         self._pipeline = _make_pipeline(settings, self._worker_setup)
         return epoch
 

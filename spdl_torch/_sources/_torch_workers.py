@@ -160,7 +160,7 @@ class TorchWorkersSource:
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         self._num_delivered = 0
         self.clock = EpochClock("multiprocessing", window=self._window)
-        progress.restore_dataset(settings.dataset, has_begun=True)
+        progress.restore_dataset(settings.dataset)
         if self._workers is None:
             self._workers = _Workers(settings, progress)
         else:

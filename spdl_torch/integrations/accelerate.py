@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any, Final
 
 import accelerate.data_loader
@@ -23,10 +24,11 @@ from accelerate.data_loader import (
 from torch.utils.data import IterableDataset
 
 from .._dataloader import DataLoader
+from .._resume import sampler_layers
 
 __all__ = ["prepare", "put_beneath", "skip_first_batches"]
 
-_OF_THE_SHARD: Final = frozenset(
+_SET_BY_ACCELERATE: Final = frozenset(
     {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 )
 """The arguments that determine the samples of a batch. Accelerate has changed them."""
@@ -49,17 +51,17 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
     Returns:
         The prepared objects in the same order, or the object itself if there is only one.
-
     """
-    for loader in objects:
-        if isinstance(loader, DataLoader) and not _is_prepared(loader):
-            _check(accelerator, loader)
-    with torchs_advice_withheld():
+    # A loader that is prepared already reports our class as its own, too.
+    is_ours = [isinstance(x, DataLoader) and not isinstance(x, DataLoaderAdapter) for x in objects]
+    for loader in compress(objects, is_ours):
+        _check(accelerator, loader)
+    with suppress_worker_warning():
         results = accelerator.prepare(*objects)
-    for loader, prepared in zip(objects, results if len(objects) > 1 else (results,), strict=True):
-        if isinstance(loader, DataLoader) and not _is_prepared(loader):
-            put_beneath(prepared, loader)
-            accelerator.register_for_checkpointing(prepared)
+    pairs = zip(objects, results if len(objects) > 1 else (results,), strict=True)
+    for loader, prepared in compress(pairs, is_ours):
+        put_beneath(prepared, loader)
+        accelerator.register_for_checkpointing(prepared)
     return results
 
 
@@ -73,9 +75,8 @@ def put_beneath(prepared: Any, like: Any, **arguments: Any) -> None:
         like: a loader, torch's or ours, from which the new one takes its arguments. The samples of
             each batch are those of `prepared`.
         arguments: arguments of `DataLoader` that override those of `like`.
-
     """
-    if type(prepared) not in _classes():
+    if type(prepared) not in _PREPARED:
         raise ValueError(
             f"a {type(prepared).__name__} cannot have a spdl_torch.DataLoader inside. "
             "Prepare the loader with accelerator.prepare() to use torch's loader instead."
@@ -97,11 +98,10 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
     Args:
         prepared: a loader that `prepare` has returned.
         num_batches: number of batches to skip.
-
     """
-    with torchs_advice_withheld():
+    with suppress_worker_warning():
         rest = accelerate.data_loader.skip_first_batches(prepared, num_batches)
-    if not isinstance(prepared, _OverOurs):
+    if not isinstance(prepared, _Prepared):
         return rest
     ours = prepared.base_dataloader
     if _is_iterable(ours):  # It reads the first batches and drops them.
@@ -116,7 +116,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
 
 
 @contextlib.contextmanager
-def torchs_advice_withheld() -> Iterator[None]:
+def suppress_worker_warning() -> Iterator[None]:
     """Suppress torch's warning about many workers for a loader that will not be used."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -127,7 +127,7 @@ def _arguments_of(loader: Any) -> dict[str, Any]:
     return {
         name: getattr(loader, name)
         for name in inspect.signature(DataLoader.__init__).parameters
-        if name not in _OF_THE_SHARD and hasattr(loader, name)
+        if name not in _SET_BY_ACCELERATE and hasattr(loader, name)
     }
 
 
@@ -137,17 +137,13 @@ def _batching_of(loader: Any) -> dict[str, Any]:
     return {"batch_sampler": loader.batch_sampler}
 
 
-def _classes() -> dict[type, type]:
-    return {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
-
-
 def _replace_base(prepared: Any, loader: DataLoader[Any]) -> None:
     prepared.base_dataloader = loader
     # All processes would write its state to the same file at the same time.
     prepared.use_stateful_dataloader = False
     # Accelerate's loaders report the class of the loader inside as their __class__, so a plain
     # assignment does not work.
-    object.__dict__["__class__"].__set__(prepared, _classes()[type(prepared)])
+    object.__dict__["__class__"].__set__(prepared, _PREPARED[type(prepared)])
 
 
 class _RestOfEpoch(DataLoader[Any]):
@@ -169,7 +165,7 @@ class _RestOfEpoch(DataLoader[Any]):
         return max(0, super().__len__() - self.num_skipped)
 
 
-class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
+class _Prepared(DataLoaderAdapter):  # type: ignore[misc]
     """Overrides for a loader of Accelerate's that has one of ours inside."""
 
     base_dataloader: DataLoader[Any]
@@ -185,8 +181,8 @@ class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
     def _update_state_dict(self) -> None:
         self._has_begun = True
         self._iteration_of_state = self.iteration + self.end_of_dataloader
-        # A state at the end of an epoch fixes the RNG draws of the next one. So it is taken only
-        # when it is saved: the user may seed the RNGs before the next epoch.
+        # A state at the end of an epoch has the loader's own generator. So it is taken only when it
+        # is saved: the user may seed the RNGs before the next epoch.
         self._state = None if self.end_of_dataloader else self.base_dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,11 +229,11 @@ class _OverOurs(DataLoaderAdapter):  # type: ignore[misc]
         return int(PartialState().num_processes)
 
 
-class _Shard(_OverOurs, DataLoaderShard):  # type: ignore[misc]
+class _Shard(_Prepared, DataLoaderShard):  # type: ignore[misc]
     """Each process loads its own batches."""
 
 
-class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
+class _Dispatcher(_Prepared, DataLoaderDispatcher):  # type: ignore[misc]
     """The first process loads all batches and sends the other processes their parts."""
 
     def _update_state_dict(self) -> None:
@@ -252,6 +248,9 @@ class _Dispatcher(_OverOurs, DataLoaderDispatcher):  # type: ignore[misc]
         batches = super()._fetch_batches(iterator)
         self._has_begun, self._state, self._iteration_of_state = True, state, self.iteration
         return batches
+
+
+_PREPARED: Final = {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
 
 
 # -- loaders that cannot be prepared --------------------------------------------------------------
@@ -270,7 +269,7 @@ def _check(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
 
 
 def _check_not_distributed(sampler: Any) -> None:
-    for layer in _layers(sampler):
+    for layer in sampler_layers(sampler):
         num_parts: int = getattr(layer, "num_replicas", getattr(layer, "num_processes", 1))
         if num_parts > 1:
             raise ValueError(
@@ -282,19 +281,5 @@ def _check_not_distributed(sampler: Any) -> None:
             )
 
 
-def _layers(sampler: Any) -> Iterator[Any]:
-    """Yield the sampler and those that it wraps, as a batch sampler does."""
-    for _ in range(4):
-        if sampler is None:
-            return
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
-
-
 def _is_iterable(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
-
-
-def _is_prepared(loader: Any) -> bool:
-    return isinstance(loader, DataLoaderAdapter)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from .accelerate import put_beneath, skip_first_batches, torchs_advice_withheld
+from .accelerate import put_beneath, skip_first_batches, suppress_worker_warning
 
 __all__ = ["SpdlTrainerMixin"]
 
@@ -28,7 +28,6 @@ class SpdlTrainerMixin:
         args: positional arguments of the trainer.
         loader_arguments: further arguments of `DataLoader`. Default: those of the class.
         kwargs: keyword arguments of the trainer.
-
     """
 
     loader_arguments: Mapping[str, Any] = MappingProxyType({})
@@ -42,7 +41,7 @@ class SpdlTrainerMixin:
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Create a loader. The trainer creates all its loaders here."""
-        with torchs_advice_withheld():
+        with suppress_worker_warning():
             prepared = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
         put_beneath(prepared, prepared.base_dataloader, **self.loader_arguments)
         return prepared
@@ -56,7 +55,9 @@ class SpdlTrainerMixin:
         if resumes and num_done > 0:  # It is 0 with args.ignore_data_skip.
             rest = skip_first_batches(arguments["train_dataloader"], num_done)
             rest.set_epoch(arguments["epoch"])
-            arguments["train_dataloader"] = _loader_of(_Epoch(rest, num_done))
+            arguments["train_dataloader"] = torch.utils.data.DataLoader(
+                _Epoch(rest, num_done), batch_size=None, collate_fn=lambda batch: batch
+            )
         return super()._run_epoch(**arguments)  # type: ignore[misc]
 
 
@@ -75,11 +76,3 @@ class _Epoch(IterableDataset[Any]):
         for _ in range(self._num_done):
             yield None
         yield from self._rest
-
-
-def _loader_of(batches: IterableDataset[Any]) -> torch.utils.data.DataLoader[Any]:
-    return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -42,20 +42,15 @@ class EpochIterator:
 
     def __init__(self, settings: LoaderSettings, epochs: Epochs) -> None:
         self._source = make_source(settings)
-        self._loop = self._begin(settings, epochs, workers_persist=False)
+        self.begin(settings, epochs, workers_persist=False)
         self._source.close_with(self)
 
-    def restart(self, settings: LoaderSettings, epochs: Epochs) -> None:
-        """Begin the next epoch with the workers of the last one."""
-        self._loop = self._begin(settings, epochs, workers_persist=True)
-
-    def _begin(
-        self, settings: LoaderSettings, epochs: Epochs, *, workers_persist: bool
-    ) -> _EpochLoop:
+    def begin(self, settings: LoaderSettings, epochs: Epochs, *, workers_persist: bool) -> None:
+        """Begin the first epoch, or a further one with the workers of the last."""
         progress = epochs.begin(settings, workers_persist=workers_persist)
         self._source.begin(settings, progress)
         epochs.clock = self._source.clock
-        return _EpochLoop(settings, self._source, progress)
+        self._loop = _EpochLoop(settings, self._source, progress)
 
     def __iter__(self) -> Self:
         return self
@@ -195,9 +190,7 @@ class LiveIterators:
     """The iterators of a loader that are still in use, for `DataLoader.close`."""
 
     def __init__(self) -> None:
-        self._iterators: weakref.WeakValueDictionary[int, EpochIterator] = (
-            weakref.WeakValueDictionary()
-        )
+        self._iterators = weakref.WeakValueDictionary[int, EpochIterator]()
         self.is_closed = False
 
     def add(self, iterator: EpochIterator) -> None:

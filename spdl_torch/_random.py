@@ -149,8 +149,7 @@ class CurrentRng:
 
 
 def _required_rng() -> SampleRng:
-    rng = _current_rng.get()
-    if rng is None:
+    if (rng := _current_rng.get()) is None:
         raise RuntimeError(
             "get_worker_info().rng is there only while a sample is being made. Draw in the hooks "
             "of the dataset, or from a torch.Generator() of your own."
@@ -180,8 +179,7 @@ def sample_rng() -> SampleGenerators:
     >>> first == second
     True
     """
-    rng = _current_rng.get()
-    if rng is not None:
+    if (rng := _current_rng.get()) is not None:
         return SampleGenerators(rng.numpy_generator, rng.random_generator)
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     return SampleGenerators(np.random.default_rng(seed), random.Random(seed))
@@ -250,10 +248,9 @@ class SampleRngMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _DRAWING and _draws_on_cpu(args, kwargs):
-            rng = _current_rng.get()
-            if rng is not None:
-                return func(*args, **(kwargs or {}) | {"generator": rng.torch_generator})
+        rng = _current_rng.get() if func in _DRAWING else None
+        if rng is not None and _draws_on_cpu(args, kwargs):
+            return func(*args, **(kwargs or {}) | {"generator": rng.torch_generator})
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

@@ -107,13 +107,9 @@ class LoaderSettings:
 _ADVICE = {
     "timeout option": "Leave it at 0 to wait for a batch without limit.",
     "prefetch_factor option should be": "Leave it out for the default of 2.",
-    "sampler option is mutually exclusive with shuffle": (
-        "Leave out shuffle: the sampler decides the order."
-    ),
-    "batch_sampler option is mutually exclusive": (
-        "Leave those out: the batch sampler decides all of them."
-    ),
-    "mutually exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
+    "exclusive with shuffle": "Leave out shuffle: the sampler decides the order.",
+    "batch_sampler option is": "Leave those out: the batch sampler decides all of them.",
+    "exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
     "expected unspecified shuffle": "Shuffle in the dataset's __iter__.",
     "expected unspecified sampler": "An iterable dataset decides its order in __iter__.",
     "expected unspecified batch_sampler": (
@@ -121,7 +117,6 @@ _ADVICE = {
     ),
 }
 """What to do about the errors of torch that only say what is wrong, by some of their words."""
-
 
 _OF_MAP_STYLE = ("num_io_workers", "num_cpu_workers", "preprocess_executor")
 _OF_THREADS = (*_OF_MAP_STYLE, "buffer_size", "copy_dataset")

@@ -57,14 +57,8 @@ def datapipe_graph_lock(settings: LoaderSettings) -> AbstractContextManager[Any]
 class WorkerSetup:
     """All that a worker thread needs, and nothing that refers to the loader or its iterator.
 
-    Args:
-        settings: those of the loader.
-        progress: that of the epoch that runs; the source sets that of each further epoch.
-        transfer: copies batches to a device.
-        dataset: the dataset as torch has prepared it.
-        shard: the number of ranks and the number of this one.
-        pin_device: the type of device that batches are pinned for; None: they are not pinned.
-
+    `dataset` is as torch has prepared it, `shard` the number of ranks and the number of this one,
+    and `pin_device` the type of device that batches are pinned for, if they are.
     """
 
     def __init__(
@@ -83,6 +77,7 @@ class WorkerSetup:
         self.num_workers = settings.num_workers
         """The number of workers of all stages together."""
         self.progress = progress
+        """That of the epoch that runs. The source sets it for each further epoch."""
         self.transfer = transfer
         self._batched = settings.batched
         self._uses_batch_hooks = settings.uses_batch_hooks
@@ -198,12 +193,10 @@ class WorkerSetup:
         Returns a function that opens an epoch, and the collate function.
         """
         count = SampleCount()
-        setup = weakref.ref(self)  # The thread keeps what it is in.
+        setup: Any = weakref.ref(self)  # The thread keeps what it is in.
 
         def key(number: int) -> Key:
-            owner = setup()
-            assert owner is not None
-            return owner._iterable_progress.sample_key(worker_id, number)
+            return setup().progress.sample_key(worker_id, number)  # type: ignore[no-any-return]
 
         dataset = self._enter(worker_id)
         cursor.task_context = _Marked("iterate", _mode_at(CountCursor(count, key)), cursor)
@@ -223,15 +216,13 @@ class WorkerSetup:
         def draw(batch: PendingBatch) -> Any:
             try:
                 samples = reader.draw(batch.drawn)
-            except StopIteration:
+            except Exception as error:
                 # What is wrong with its state has been raised at every batch.
                 with contextlib.suppress(Exception):
-                    progress.come_to_end(worker_id, reader.bookmark())
-                raise
-            except Exception:
-                # The next batch is what comes after the error.
-                with contextlib.suppress(Exception):
-                    batch.position = worker_id, reader.bookmark()
+                    if isinstance(error, StopIteration):
+                        progress.come_to_end(worker_id, reader.bookmark())
+                    else:  # The next batch is what comes after the error.
+                        batch.position = worker_id, reader.bookmark()
                 raise
             batch.position = worker_id, reader.bookmark()
             return samples

@@ -221,14 +221,14 @@ class SampleRngMode(TorchFunctionMode):
 
     Code that passes a generator uses that one, and a draw on another device uses that device's.
     Every call of torch inside the mode takes about a microsecond more; this is torch's price for
-    any mode, so what is known to draw nothing is better left outside. `rng` becomes the current
-    RNG; None leaves that to `use_rng`.
+    any mode, so what is known to draw nothing is better left outside. The RNG of the sample at
+    the cursor becomes the current one; without a cursor, that is left to `use_rng`.
     """
 
-    def __init__(self, rng: SampleRng | None = None) -> None:
+    def __init__(self, cursor: Cursor | None = None) -> None:
         super().__init__()
         redirect_seeding(_current_torch_generator)
-        self._rng = rng
+        self._rng = None if cursor is None else SampleRng(cursor)
 
     def __enter__(self) -> Self:
         # In this order, and the other way round below: if Ctrl-C comes in between, the mode that

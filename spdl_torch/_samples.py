@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from ._bad_samples import substitutes
 from ._dataset import Hooks, finished, hooks_of
 from ._engine import NUM_EARLIER, WorkerCursor, check_count
-from ._random import Key, KeyCursor, SampleRng, SampleRngMode
+from ._random import Key, KeyCursor, SampleRngMode
 from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
 from ._settings import LoaderSettings
 
@@ -77,7 +77,7 @@ class SampleMaker(Dataset[Any]):
 
     @cached_property
     def _mode(self) -> SampleRngMode:
-        return SampleRngMode(SampleRng(self._cursor))
+        return SampleRngMode(self._cursor)
 
     def __getitem__(self, draw: Draw) -> Any:
         """Return the batch of a draw."""
@@ -184,7 +184,7 @@ class SeededIterable(IterableDataset[Any]):
         key = self._base_seed, self._epoch, 0 if info is None else info.id
         self._epoch += 1  # Persistent workers iterate again.
         cursor = KeyCursor((*key, 0))
-        mode = SampleRngMode(SampleRng(cursor))
+        mode = SampleRngMode(cursor)
         with mode:
             iterator = iter(self.dataset)
         for number in count(1):
@@ -212,5 +212,5 @@ def init_process(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
 def call_with_key(hook: Callable[[Any], Any], keyed: tuple[Any, Key]) -> Any:
     """Call a hook in a worker of an executor, with a value and the RNG key of its sample."""
     value, key = keyed
-    with SampleRngMode(SampleRng(KeyCursor(key))):
+    with SampleRngMode(KeyCursor(key)):
         return hook(value)

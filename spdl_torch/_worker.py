@@ -31,7 +31,7 @@ from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
 from ._engine import PendingBatch, WorkerCursor
-from ._random import CurrentRng, Cursor, Key, SampleRng, SampleRngMode, use_rng
+from ._random import CurrentRng, Key, SampleRng, SampleRngMode, use_rng
 from ._resume import LOAD, PREPROCESS, IterableProgress, MapProgress, Progress, SampleCount
 from ._samples import CountCursor
 from ._settings import LoaderSettings
@@ -71,16 +71,13 @@ class WorkerSetup:
         shard: tuple[int, int],
         pin_device: str | None,
     ) -> None:
+        self.settings = settings
         self.dataset = dataset
-        self.worker_init_fn = settings.worker_init_fn
-        self.bad_sample_policy = settings.bad_sample_policy
         self.num_workers = settings.num_workers
         """The number of workers of all stages together."""
         self.progress = progress
         """That of the epoch that runs. The source sets it for each further epoch."""
         self.transfer = transfer
-        self._batched = settings.batched
-        self._uses_batch_hooks = settings.uses_batch_hooks
         self._base_seed = progress.seed_of_workers
         self._shard = shard if settings.is_datapipe else None
         # An iterator's state is often in the dataset, and a datapipe's shard always is: those are
@@ -121,16 +118,16 @@ class WorkerSetup:
         if self._shard is not None:
             with _datapipe_graphs:
                 _sharding_worker_init_fn(None, *self._shard, worker_id)
-        if self.worker_init_fn is not None:
+        if (worker_init_fn := self.settings.worker_init_fn) is not None:
             # As torch seeds its worker processes.
             random.seed(self._base_seed + worker_id)
             np.random.seed(_generate_state(self._base_seed, worker_id))
             torch.default_generator.manual_seed(self._base_seed + worker_id)
-            of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
+            of_copy(worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
 
     def _hooks_of(self, dataset: Any) -> Hooks:
-        return hooks_of(dataset, batched=self._uses_batch_hooks)
+        return hooks_of(dataset, batched=self.settings.uses_batch_hooks)
 
     def _collate_of(self, dataset: Any) -> Hook:
         collate = of_copy(self._collate_fn, self.dataset, dataset)
@@ -142,14 +139,14 @@ class WorkerSetup:
         """Make the calling thread a worker of the load stage; return its load hook."""
         load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
-        mode = None if _draws_nothing(load) else _mode_at(_SlotCursor(self, cursor, LOAD))
+        mode = None if _draws_nothing(load) else SampleRngMode(_SlotCursor(self, cursor, LOAD))
         cursor.task_context = _Marked("load", mode, cursor)
 
         def pause(seconds: float) -> bool:
             assert cursor.batch is not None
             return cursor.batch.epoch.pause(seconds)
 
-        return self.bad_sample_policy.retried(load, pause), None
+        return self.settings.bad_sample_policy.retried(load, pause), None
 
     def async_load_worker(
         self, worker_id: int
@@ -161,7 +158,7 @@ class WorkerSetup:
         """
         load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
-        retried = self.bad_sample_policy.retried_async(load)
+        retried = self.settings.bad_sample_policy.retried_async(load)
         return retried, partial(_task_context, self), SampleRngMode()
 
     def preprocess_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook | None, Hook]:
@@ -170,9 +167,9 @@ class WorkerSetup:
         preprocess, collate = self._hooks_of(dataset).preprocess, self._collate_of(dataset)
         mode = None
         if not (_draws_nothing(preprocess) and _is_torchs(self._collate_fn)):
-            mode = _mode_at(_SlotCursor(self, cursor, PREPROCESS))
+            mode = SampleRngMode(_SlotCursor(self, cursor, PREPROCESS))
         cursor.task_context = _Marked("preprocess", mode, cursor)
-        return preprocess, collate if self._batched else lambda samples: collate(samples[0])
+        return preprocess, collate if self.settings.batched else lambda samples: collate(samples[0])
 
     def label(self, batch: PendingBatch, slot: int, value: Any) -> tuple[Any, Key]:
         """Return what an executor is given to preprocess a sample."""
@@ -199,7 +196,7 @@ class WorkerSetup:
             return setup().progress.sample_key(worker_id, number)  # type: ignore[no-any-return]
 
         dataset = self._enter(worker_id)
-        cursor.task_context = _Marked("iterate", _mode_at(CountCursor(count, key)), cursor)
+        cursor.task_context = _Marked("iterate", SampleRngMode(CountCursor(count, key)), cursor)
         return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
     def _open_iterable(
@@ -298,10 +295,6 @@ class _SlotCursor:
         assert setup is not None
         assert batch is not None
         return setup.key_at(batch, self._cursor.slot, self._stage)
-
-
-def _mode_at(cursor: Cursor) -> SampleRngMode:
-    return SampleRngMode(SampleRng(cursor))
 
 
 def _task_context(

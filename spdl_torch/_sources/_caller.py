@@ -12,7 +12,7 @@ from torch.utils.data.graph_settings import apply_sharding
 
 from .._device import Transfer
 from .._engine import EpochClock
-from .._random import SampleRng, SampleRngMode, preserve_global_rng, restore_current_rng
+from .._random import SampleRngMode, preserve_global_rng, restore_current_rng
 from .._resume import IterableProgress, MapProgress, Progress
 from .._samples import CountCursor, SampleMaker, draws_of
 from .._settings import LoaderSettings
@@ -78,7 +78,7 @@ class CallerSource:
         count = progress.count
         if settings.is_seeded:
             key = partial(progress.sample_key, 0)
-            self._rng = SampleRngMode(SampleRng(CountCursor(count, key)))
+            self._rng = SampleRngMode(CountCursor(count, key))
         # To resume, samples may be read again. What they draw was drawn before the state was saved.
         preserved = preserve_global_rng() if progress.was_drawn else nullcontext()
         with preserved, self._rng:

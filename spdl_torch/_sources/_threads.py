@@ -138,7 +138,7 @@ class ThreadSource:
         # that comes meanwhile finds none and fails.
         torch.set_num_threads(num_threads)
         try:
-            if self._worker_setup.worker_init_fn is None:
+            if self._worker_setup.settings.worker_init_fn is None:
                 self._pipeline.start()
             else:
                 with preserve_global_rng():
@@ -278,7 +278,7 @@ class _Replacement:
     """A weak reference, because the stage refers to this."""
 
     def __init__(self, worker_setup: WorkerSetup) -> None:
-        self._bad_sample_policy = worker_setup.bad_sample_policy
+        self._bad_sample_policy = worker_setup.settings.bad_sample_policy
         self._dataset = worker_setup.dataset
 
     def __call__(

@@ -9,7 +9,6 @@ import threading
 import warnings
 import weakref
 from collections import UserDict
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Self
 
@@ -74,7 +73,7 @@ class EpochIterator:
         return self._source.is_usable
 
     @property
-    def _workers(self) -> Sequence[threading.Thread]:
+    def _workers(self) -> list[threading.Thread]:
         return self._source.threads  # torch's name for its processes.
 
     def _shutdown_workers(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,21 +16,17 @@ from .._resume import IterableProgress, MapProgress, Progress
 from .._samples import CountCursor, SampleMaker, draws_of
 from .._settings import LoaderSettings
 from .._worker import collate_into
-from ._source import CLOSED, Delivery, Made, not_stop_iteration
+from ._source import CLOSED, BatchSource, Delivery, Made, not_stop_iteration
 from ._torch_workers import TorchEpoch
 
 
-class CallerSource:
-    """Makes each batch when it is asked for."""
-
-    threads: Sequence[threading.Thread] = ()
-    is_usable = False  # A new epoch has a new source.
+class CallerSource(BatchSource):
+    """Makes each batch when it is asked for. Each epoch has a new one."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         if settings.timeout != 0:
             raise AssertionError("num_workers=0 has no timeout: set it to 0, or num_workers to 1.")
         self._transfer = None if settings.device is None else Transfer(settings.device)
-        self.receive: Callable[[Any], Any] | None = None
         if (transfer := self._transfer) is not None:
             self.receive = lambda batch: transfer.receive(transfer.send(batch))
         self.clock = EpochClock("caller")
@@ -113,9 +108,6 @@ class CallerSource:
 
     def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (there are no workers)
         self._is_closed = True
-
-    def close_with(self, holder: Any) -> None:
-        """Do nothing: there are no workers."""
 
 
 def _make_batch(dataset: Any, collate: Callable[[Any], Any], batched: bool, drawn: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from .._engine import EpochClock
@@ -25,35 +25,38 @@ class Delivery(Protocol):
         """Return the batch, or raise its error. Can be called once."""
 
 
-class BatchSource(Protocol):
+class BatchSource:
     """Where batches come from. The iterator, not the source, saves states and counts batches."""
 
-    @property
-    def clock(self) -> EpochClock:
-        """The clocks of the epoch that runs."""
+    clock: EpochClock
+    """The clocks of the epoch that runs."""
+    receive: Callable[[Any], Any] | None = None
+    """What the consumer's thread does with each batch, if batches go to a device."""
 
     @property
-    def threads(self) -> Sequence[threading.Thread]:
+    def threads(self) -> list[threading.Thread]:
         """The worker threads of this process."""
+        return []
 
     @property
     def is_usable(self) -> bool:
         """Whether another epoch can begin: it is not closed, and not in a forked child."""
-
-    receive: Callable[[Any], Any] | None
-    """What the consumer's thread does with each batch, if batches go to a device."""
+        return False
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         """Begin an epoch. The epoch before it, if it is not over, is abandoned."""
+        raise NotImplementedError
 
     def next(self) -> Delivery:
         """Return the next batch; raise StopIteration at the end of the epoch."""
+        raise NotImplementedError
 
     def close(self, *, quickly: bool = False) -> None:
         """End the workers and wait for them, or only for a moment. Then `next` raises."""
+        raise NotImplementedError
 
     def close_with(self, holder: Any) -> None:
-        """Close when the holder is garbage-collected."""
+        """Close when the holder is garbage-collected, unless the workers end by themselves."""
 
 
 class Made:

@@ -17,7 +17,6 @@ from .._dataset import Hooks, hooks_of
 from .._device import Transfer
 from .._engine import (
     AsyncStage,
-    EpochClock,
     ExecutorStage,
     InFlight,
     IterableStage,
@@ -28,14 +27,13 @@ from .._engine import (
     Stage,
     ThreadStage,
     TransferStage,
-    Window,
 )
 from .._random import preserve_global_rng
 from .._resume import IterableProgress, Progress
 from .._samples import call_with_key
 from .._settings import LoaderSettings
 from .._worker import WorkerSetup, datapipe_graph_lock
-from ._source import Delivery
+from ._source import BatchSource, Delivery
 from ._torch_workers import TorchEpoch
 
 _MIN_IO_WORKERS: Final = 8
@@ -55,7 +53,7 @@ _NUM_STACKS: Final = 3
 """The number of those that are listed with their stack."""
 
 
-class ThreadSource:
+class ThreadSource(BatchSource):
     """Batches from the engine's stages, with worker threads in this process.
 
     The threads end when the iterator is collected. So neither this object nor a frame that is
@@ -64,12 +62,9 @@ class ThreadSource:
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._transfer = None if settings.device is None else Transfer(settings.device)
-        self.receive: Callable[[Any], Any] | None = None
         if self._transfer is not None:
             self.receive = self._transfer.receive
         self._epoch: TorchEpoch | None = None
-        self._pipeline: Pipeline
-        self._window: Window
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         with datapipe_graph_lock(settings):
@@ -79,6 +74,7 @@ class ThreadSource:
             self._epoch.begin(settings, progress)
         self._worker_setup.progress = progress
         self._window = self._pipeline.begin(iter(progress))
+        self.clock = self._pipeline.clock
 
     def _set_up(self, settings: LoaderSettings, progress: Progress) -> TorchEpoch:
         epoch = TorchEpoch(settings, progress)
@@ -100,10 +96,6 @@ class ThreadSource:
 
     def close_with(self, holder: Any) -> None:
         self._pipeline.lifetime.close_with(holder)
-
-    @property
-    def clock(self) -> EpochClock:
-        return self._pipeline.clock
 
     @property
     def threads(self) -> list[threading.Thread]:

@@ -6,8 +6,6 @@ This is the only module that knows torch's private iterators.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +22,7 @@ from .._engine import EpochClock
 from .._resume import IterableProgress, MapProgress, Progress
 from .._samples import SampleMaker, SeededIterable, draws_of, init_process
 from .._settings import LoaderSettings
-from ._source import CLOSED, Delivery, Made
+from ._source import CLOSED, BatchSource, Delivery, Made
 
 
 def _loader_view(settings: LoaderSettings, progress: Progress) -> Any:
@@ -139,15 +137,12 @@ def _unchanged(batch: Any) -> Any:
     return batch  # The dataset of the worker process has made the batch.
 
 
-class TorchWorkersSource:
-    """Batches from torch's worker processes."""
-
-    threads: Sequence[threading.Thread] = ()
+class TorchWorkersSource(BatchSource):
+    """Batches from torch's worker processes, which torch ends when its iterator is collected."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._workers: _Workers | None = None
         self._is_closed = False
-        self.receive: Callable[[Any], Any] | None = None
         if settings.device is not None:
             self.receive = partial(transfer, device=settings.device)
         assert settings.prefetch_factor is not None
@@ -186,9 +181,6 @@ class TorchWorkersSource:
             failure = error
         self._num_delivered += 1
         return Made(self._num_delivered - 1, batch, failure)
-
-    def close_with(self, holder: Any) -> None:
-        """Do nothing: torch's own iterator ends its processes when it is collected."""
 
     def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (torch decides)
         self._is_closed = True

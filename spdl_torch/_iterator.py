@@ -76,13 +76,12 @@ class EpochIterator:
     def _workers(self) -> list[threading.Thread]:
         return self._source.threads  # torch's name for its processes.
 
-    def _shutdown_workers(self) -> None:
-        self.close()  # torch's name, which frameworks call.
-
     def close(self) -> None:
         """End the workers. The next batch is a RuntimeError."""
         self._source.clock.end()
         self._source.close()
+
+    _shutdown_workers = close  # torch's name, which frameworks call.
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")

@@ -44,7 +44,7 @@ def redirect_seeding(current_generator: Callable[[], torch.Generator | None]) ->
     training loop. `current_generator` returns None if there is no sample.
     """
     for function, method in (
-        (torch.random.manual_seed, _manual_seed),
+        (torch.random.manual_seed, lambda generator, seed: generator.manual_seed(int(seed))),
         (torch.random.seed, torch.Generator.seed),
         (torch.random.initial_seed, torch.Generator.initial_seed),
         (torch.random.get_rng_state, torch.Generator.get_state),
@@ -90,10 +90,6 @@ def _seed_sample(
 ) -> Any:
     generator = current_generator()
     return original(*args) if generator is None else method(generator, *args)
-
-
-def _manual_seed(generator: torch.Generator, seed: Any) -> torch.Generator:
-    return generator.manual_seed(int(seed))
 
 
 def _set_state(generator: torch.Generator, new_state: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from math import ceil
 from typing import Any, Final
@@ -21,7 +22,6 @@ from .._engine import (
     InFlight,
     IterableStage,
     NotInTime,
-    OnSampleError,
     PendingBatch,
     Pipeline,
     Stage,
@@ -207,8 +207,8 @@ def _map_stages(
     hooks = hooks_of(worker_setup.dataset, batched=settings.uses_batch_hooks)
     replacement = _Replacement(worker_setup) if settings.bad_sample_policy.replaces else None
     num_cpu_workers = worker_setup.num_workers = settings.num_cpu_workers or settings.num_workers
-    takes_executor = settings.preprocess_executor is not None and hooks.preprocess is not None
-    only_collates = takes_executor or hooks.preprocess is None
+    executor = None if hooks.preprocess is None else settings.preprocess_executor
+    only_collates = executor is not None or hooks.preprocess is None
     last = ThreadStage(
         "collate" if only_collates else "preprocess",
         range(num_cpu_workers),
@@ -221,8 +221,9 @@ def _map_stages(
         is_watched=settings.timeout > 0,
     )
     stages: list[Any] = [last]
-    if takes_executor:
-        stages.insert(0, _executor_stage(settings, worker_setup, hooks, last, replacement))
+    if executor is not None:
+        args = {"label": worker_setup.label, "on_sample_error": replacement}
+        stages.insert(0, _executor_stage(executor, hooks, collate_stage=last, **args))
     num_to_keep_busy = 0
     if hooks.load is not None:
         num_io_workers = settings.num_io_workers or max(_MIN_IO_WORKERS, 2 * settings.num_workers)
@@ -292,25 +293,16 @@ class _Replacement:
         return None
 
 
-def _executor_stage(
-    settings: LoaderSettings,
-    worker_setup: WorkerSetup,
-    hooks: Hooks,
-    collate_stage: ThreadStage,
-    on_sample_error: OnSampleError | None,
-) -> ExecutorStage:
-    assert settings.preprocess_executor is not None
+def _executor_stage(executor: Executor, hooks: Hooks, **stage_args: Any) -> ExecutorStage:
     assert hooks.preprocess is not None
     try:
         return ExecutorStage(
             "preprocess",
-            settings.preprocess_executor,
+            executor,
             partial(call_with_key, hooks.preprocess),
             is_first=hooks.load is None,
             takes_whole_batch=hooks.preprocess_takes_batch,
-            collate_stage=collate_stage,
-            label=worker_setup.label,
-            on_sample_error=on_sample_error,
+            **stage_args,
         )
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -23,8 +22,6 @@ from ._iterator import EpochIterator, LiveIterators
 from ._profiling import Profile, make_profile
 from ._settings import LoaderSettings, advice_on, check_arguments
 from ._stats import LoaderStats, num_cores, stats_of
-
-__all__ = ["DataLoader"]
 
 Policy: TypeAlias = ReplaceBadSamples | RetryLoad
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -119,7 +116,8 @@ class DataLoader(
         self.seed = seed
         self.on_error = on_error
         self.device = device
-        self._device = _device_other_than_cpu(device)
+        meant = torch.device("cpu") if device is None else device_of(device)
+        self._device = None if meant.type == "cpu" else meant
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.stats_interval = stats_interval
         self._event_loop = EventLoop()
@@ -164,7 +162,7 @@ class DataLoader(
         # A persistent iterator may have been closed by an error in a worker's set-up, or belong to
         # the process that this one was forked from.
         if iterator is not None and iterator.is_usable:
-            iterator.restart(settings, self._epochs)
+            iterator.begin(settings, self._epochs, workers_persist=True)
         else:
             if settings.uses_processes:
                 self.check_worker_number_rationality()
@@ -200,14 +198,10 @@ class DataLoader(
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iterator resume where the state was saved.
+        """Let the next iterator resume where the state was saved. An empty dict changes nothing.
 
         The number of workers and the batch size may differ from the saved ones; with
         `DistributedRandomSampler`, the number of ranks too.
-
-        Args:
-            state_dict: what `state_dict` returned. An empty dict changes nothing.
-
         """
         if state_dict == {}:
             return
@@ -257,12 +251,7 @@ class DataLoader(
         return make_profile(self, DataLoader, num_batches, step, sweep=sweep)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the sampler, if it has epochs, and of what a `seed` determines.
-
-        Args:
-            epoch: number of the epoch.
-
-        """
+        """Choose the epoch of the sampler, if it has epochs, and of what a `seed` determines."""
         self._epochs.set_epoch(LoaderSettings.of(self), epoch)
 
     def check_worker_number_rationality(self) -> None:
@@ -288,22 +277,10 @@ class DataLoader(
         self._live.close()
         self._iterator = None
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads cannot be copied; the copy starts its own.
         epochs = self._epochs.copied(LoaderSettings.of(self))
         return self.__dict__ | {"_iterator": None, "_live": LiveIterators(), "_epochs": epochs}
-
-
-def _device_other_than_cpu(device: Any) -> torch.device | None:
-    if device is None:
-        return None
-    meant = device_of(device)
-    return None if meant.type == "cpu" else meant

@@ -9,8 +9,6 @@ from ._engine import EpochClock
 from ._resume import IterableProgress, MapProgress, Progress, read, set_sampler_epoch
 from ._settings import LoaderSettings
 
-__all__ = ["Epochs"]
-
 
 class Epochs:
     """The epochs of one loader.

@@ -22,13 +22,10 @@ from ._sources import BatchSource, make_source, not_stop_iteration
 from ._stats import StatsLog, stats_of
 from ._worker import profiler_runs
 
-__all__ = ["EpochIterator", "LiveIterators"]
-
 _no_context = contextlib.nullcontext()
 
-_PROFILE_NAME = "enumerate(DataLoader)#EpochIterator.__next__"
+_PROFILE_NAME: Final = "enumerate(DataLoader)#EpochIterator.__next__"
 """The name that profilers look for."""
-
 
 _MAX_OBJECTS: Final = 256
 """How many objects of a batch are looked at for their size."""
@@ -44,20 +41,15 @@ class EpochIterator:
 
     def __init__(self, settings: LoaderSettings, epochs: Epochs) -> None:
         self._source = make_source(settings)
-        self._loop = self._begin(settings, epochs, workers_persist=False)
+        self.begin(settings, epochs, workers_persist=False)
         self._source.close_with(self)
 
-    def restart(self, settings: LoaderSettings, epochs: Epochs) -> None:
-        """Begin the next epoch with the workers of the last one."""
-        self._loop = self._begin(settings, epochs, workers_persist=True)
-
-    def _begin(
-        self, settings: LoaderSettings, epochs: Epochs, *, workers_persist: bool
-    ) -> _EpochLoop:
+    def begin(self, settings: LoaderSettings, epochs: Epochs, *, workers_persist: bool) -> None:
+        """Begin the first epoch, or a further one with the workers of the last."""
         progress = epochs.begin(settings, workers_persist=workers_persist)
         self._source.begin(settings, progress)
         epochs.clock = self._source.clock
-        return _EpochLoop(settings, self._source, progress)
+        self._loop = _EpochLoop(settings, self._source, progress)
 
     def __iter__(self) -> Self:
         return self
@@ -84,13 +76,12 @@ class EpochIterator:
     def _workers(self) -> list[threading.Thread]:
         return self._source.threads  # torch's name for its processes.
 
-    def _shutdown_workers(self) -> None:
-        self.close()  # torch's name, which frameworks call.
-
     def close(self) -> None:
         """End the workers. The next batch is a RuntimeError."""
         self._source.clock.end()
         self._source.close()
+
+    _shutdown_workers = close  # torch's name, which frameworks call.
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")
@@ -131,7 +122,10 @@ class _EpochLoop:
                 self._check_length()
             batch = delivery.result()
             if self._receive is not None:
-                batch = self._received(batch)
+                try:
+                    batch = self._receive(batch)
+                except StopIteration as error:
+                    raise not_stop_iteration(error) from error
             num_bytes = num_bytes_of(batch)
         except StopIteration:
             self._progress.is_over = True
@@ -148,13 +142,6 @@ class _EpochLoop:
         if self._stats_log is not None:
             self._stats_log.at_batch()
         return batch
-
-    def _received(self, batch: Any) -> Any:
-        assert self._receive is not None
-        try:
-            return self._receive(batch)
-        except StopIteration as error:
-            raise not_stop_iteration(error) from error
 
     def _check_length(self) -> None:
         """Warn about each batch beyond the reported length of an iterable dataset, as torch."""
@@ -201,9 +188,7 @@ class LiveIterators:
     """The iterators of a loader that are still in use, for `DataLoader.close`."""
 
     def __init__(self) -> None:
-        self._iterators: weakref.WeakValueDictionary[int, EpochIterator] = (
-            weakref.WeakValueDictionary()
-        )
+        self._iterators = weakref.WeakValueDictionary[int, EpochIterator]()
         self.is_closed = False
 
     def add(self, iterator: EpochIterator) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -19,20 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from ._permutation import key_of
 from ._torch_patches import redirect_seeding
-
-__all__ = [
-    "CurrentRng",
-    "Cursor",
-    "Key",
-    "KeyCursor",
-    "SampleRng",
-    "SampleRngMode",
-    "preserve_global_rng",
-    "restart_sample",
-    "restore_current_rng",
-    "sample_rng",
-    "use_rng",
-]
 
 Key = tuple[int, ...]
 
@@ -126,30 +112,23 @@ _current_rng: ContextVar[SampleRng | None] = ContextVar("spdl_torch_rng", defaul
 
 
 class use_rng(contextlib.AbstractContextManager[None]):  # noqa: N801 (reads as a function)
-    """Make an RNG the current one."""
+    """Make an RNG the current one, or None; restore the one before afterwards."""
 
-    def __init__(self, rng: SampleRng) -> None:
+    def __init__(self, rng: SampleRng | None) -> None:
         self._rng = rng
-        self._before: Token[SampleRng | None] | None = None
 
     def __enter__(self) -> None:
         self._before = _current_rng.set(self._rng)
 
     def __exit__(self, *_: Any) -> None:
-        assert self._before is not None
         # An unfinished task of an event loop may be collected, and so be left, in another context.
         with contextlib.suppress(ValueError):
             _current_rng.reset(self._before)
 
 
-class restore_current_rng(contextlib.AbstractContextManager[None]):  # noqa: N801 (reads as a function)
+def restore_current_rng() -> use_rng:
     """Restore the current RNG afterwards, also after a KeyboardInterrupt at any place."""
-
-    def __enter__(self) -> None:
-        self._before = _current_rng.get()
-
-    def __exit__(self, *_: Any) -> None:
-        _current_rng.set(self._before)
+    return use_rng(_current_rng.get())
 
 
 def restart_sample() -> None:
@@ -170,8 +149,7 @@ class CurrentRng:
 
 
 def _required_rng() -> SampleRng:
-    rng = _current_rng.get()
-    if rng is None:
+    if (rng := _current_rng.get()) is None:
         raise RuntimeError(
             "get_worker_info().rng is there only while a sample is being made. Draw in the hooks "
             "of the dataset, or from a torch.Generator() of your own."
@@ -201,8 +179,7 @@ def sample_rng() -> SampleGenerators:
     >>> first == second
     True
     """
-    rng = _current_rng.get()
-    if rng is not None:
+    if (rng := _current_rng.get()) is not None:
         return SampleGenerators(rng.numpy_generator, rng.random_generator)
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     return SampleGenerators(np.random.default_rng(seed), random.Random(seed))
@@ -244,31 +221,24 @@ class SampleRngMode(TorchFunctionMode):
 
     Code that passes a generator uses that one, and a draw on another device uses that device's.
     Every call of torch inside the mode takes about a microsecond more; this is torch's price for
-    any mode, so what is known to draw nothing is better left outside.
-
-    Args:
-        rng: becomes the current RNG inside the mode; None leaves that to `use_rng`.
-
+    any mode, so what is known to draw nothing is better left outside. The RNG of the sample at
+    the cursor becomes the current one; without a cursor, that is left to `use_rng`.
     """
 
-    def __init__(self, rng: SampleRng | None = None) -> None:
+    def __init__(self, cursor: Cursor | None = None) -> None:
         super().__init__()
         redirect_seeding(_current_torch_generator)
-        self._rng = rng
-        self._before: Token[SampleRng | None] | None = None
+        self._rng = None if cursor is None else SampleRng(cursor)
 
     def __enter__(self) -> Self:
         # In this order, and the other way round below: if Ctrl-C comes in between, the mode that
         # is left on the stack finds no RNG and does nothing.
         super().__enter__()  # type: ignore[no-untyped-call]
-        if self._rng is not None:
-            self._before = _current_rng.set(self._rng)
+        self._before = _current_rng.set(self._rng)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self._before is not None:
-            _current_rng.reset(self._before)
-            self._before = None
+        _current_rng.reset(self._before)
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -278,10 +248,9 @@ class SampleRngMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _DRAWING and _draws_on_cpu(args, kwargs):
-            rng = _current_rng.get()
-            if rng is not None:
-                return func(*args, **(kwargs or {}) | {"generator": rng.torch_generator})
+        rng = _current_rng.get() if func in _DRAWING else None
+        if rng is not None and _draws_on_cpu(args, kwargs):
+            return func(*args, **(kwargs or {}) | {"generator": rng.torch_generator})
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

@@ -9,28 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ._bad_samples import BadSamplePolicy, substitutes
+from ._bad_samples import substitutes
 from ._dataset import Hooks, finished, hooks_of
 from ._engine import NUM_EARLIER, WorkerCursor, check_count
-from ._random import Key, KeyCursor, SampleRng, SampleRngMode
+from ._random import Key, KeyCursor, SampleRngMode
 from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
-
-__all__ = [
-    "CountCursor",
-    "Draw",
-    "Keyed",
-    "KeyedHook",
-    "SampleMaker",
-    "SeededIterable",
-    "draws_of",
-    "init_process",
-]
+from ._settings import LoaderSettings
 
 
 class Draw(NamedTuple):
@@ -46,13 +36,13 @@ class Draw(NamedTuple):
     whose numbers are negative. None if the samples draw from torch's global RNG."""
 
 
-def draws_of(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Iterator[Draw]:
+def draws_of(settings: LoaderSettings, progress: MapProgress) -> Iterator[Draw]:
     """Return an iterator over the draws of an epoch, with RNG keys if there is a seed."""
     before: list[Any] = []
     for number, drawn in enumerate(progress):
-        indices = list(drawn) if batched else [drawn]
+        indices = list(drawn) if settings.batched else [drawn]
         keys = None
-        if is_seeded:
+        if settings.is_seeded:
             slots = (*range(len(indices)), WorkerCursor.COLLATE, WorkerCursor.WHOLE)
             keys = [progress.sample_key(number, indices, slot) for slot in slots]
         yield Draw(indices if isinstance(drawn, Iterator) else drawn, indices, before, keys)
@@ -62,23 +52,18 @@ def draws_of(progress: MapProgress, *, batched: bool, is_seeded: bool) -> Iterat
 class SampleMaker(Dataset[Any]):
     """Makes the batch of a `Draw` in one thread: does what the stages of the engine do, in order.
 
-    In a worker process it takes the place of the dataset, and its item is the whole batch.
-
-    Args:
-        dataset: a map-style dataset.
-        collate: makes the batch from the samples.
-        batched: whether samples are collated into batches.
-        policy: what to do about samples that cannot be made.
-
+    In a worker process it takes the place of the dataset, and its item is the whole batch. It keeps
+    no settings: it is pickled, and they need not be picklable.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool, policy: BadSamplePolicy
+        self, settings: LoaderSettings, dataset: Any, collate: Callable[[Any], Any]
     ) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._batched = batched
-        self._policy = policy
+        self._batched = settings.batched
+        self._uses_batch_hooks = settings.uses_batch_hooks
+        self._policy = settings.bad_sample_policy
         self._cursor = KeyCursor()
         self._stage = ""
         """The stage of the sample that is being made."""
@@ -88,12 +73,11 @@ class SampleMaker(Dataset[Any]):
 
     @cached_property
     def _hooks(self) -> Hooks:
-        # If a hook for a whole batch fails, it is not known which sample is the bad one.
-        return hooks_of(self.dataset, batched=self._batched and not self._policy.replaces)
+        return hooks_of(self.dataset, batched=self._uses_batch_hooks)
 
     @cached_property
     def _mode(self) -> SampleRngMode:
-        return SampleRngMode(SampleRng(self._cursor))
+        return SampleRngMode(self._cursor)
 
     def __getitem__(self, draw: Draw) -> Any:
         """Return the batch of a draw."""
@@ -159,49 +143,35 @@ class SampleMaker(Dataset[Any]):
     def _load(self) -> Callable[[Any], Any]:
         load = self._hooks.load
         assert load is not None
-        return self._policy.retried(partial(_finished_load, load))
+        return self._policy.retried(lambda drawn: finished(load(drawn)))
 
     def _move_to(self, draw: Draw, slot: int, stage: int) -> None:
         if draw.keys is not None:
             self._cursor.move((*draw.keys[slot], stage))
 
 
-def _finished_load(load: Callable[[Any], Any], drawn: Any) -> Any:
-    return finished(load(drawn))
-
-
 # -- iterable datasets ----------------------------------------------------------------------------
 
 
 class CountCursor:
-    """The cursor of a worker that reads an iterable dataset and counts its samples.
+    """The cursor of a worker that reads an iterable dataset and counts its samples."""
 
-    Args:
-        samples: the count.
-        key: returns the RNG key of the sample of this number.
-
-    """
-
-    def __init__(self, samples: SampleCount, key: Callable[[int], Key]) -> None:
+    def __init__(self, samples: SampleCount, key_of_number: Callable[[int], Key]) -> None:
         self._samples = samples
-        self._key = key
+        self._key_of_number = key_of_number
 
     @property
     def position(self) -> tuple[int, int]:
         return self._samples.epoch, self._samples.number
 
     def key(self) -> Key:
-        return self._key(self._samples.number)
+        return self._key_of_number(self._samples.number)
 
 
 class SeededIterable(IterableDataset[Any]):
-    """An iterable dataset in a worker process, whose samples draw from keys.
+    """An iterable dataset of the user in a worker process, whose samples draw from keys.
 
-    Args:
-        dataset: the user's dataset.
-        base_seed: the first number of every key.
-        epoch: the number of the first epoch, which is the second number of its keys.
-
+    A key begins with the base seed and the epoch; `epoch` is the first one of the process.
     """
 
     def __init__(self, dataset: Any, base_seed: int, epoch: int) -> None:
@@ -214,16 +184,16 @@ class SeededIterable(IterableDataset[Any]):
         key = self._base_seed, self._epoch, 0 if info is None else info.id
         self._epoch += 1  # Persistent workers iterate again.
         cursor = KeyCursor((*key, 0))
-        mode = SampleRngMode(SampleRng(cursor))
+        mode = SampleRngMode(cursor)
         with mode:
             iterator = iter(self.dataset)
         for number in count(1):
             cursor.move((*key, number))
-            with mode:
-                try:
+            try:
+                with mode:
                     sample = next(iterator)
-                except StopIteration:
-                    return
+            except StopIteration:
+                return
             yield sample
 
 
@@ -239,20 +209,8 @@ def init_process(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
 # -- executors ------------------------------------------------------------------------------------
 
 
-class Keyed(NamedTuple):
-    """A value for a `KeyedHook`, with the RNG key of its sample."""
-
-    value: Any
-    key: Key
-
-
-class KeyedHook:
-    """A hook that takes `Keyed` values, for the workers of an executor."""
-
-    def __init__(self, hook: Callable[[Any], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, keyed: Keyed) -> Any:
-        # An RNG for each call: the threads of an executor share this object.
-        with SampleRngMode(SampleRng(KeyCursor(keyed.key))):
-            return self._hook(keyed.value)
+def call_with_key(hook: Callable[[Any], Any], keyed: tuple[Any, Key]) -> Any:
+    """Call a hook in a worker of an executor, with a value and the RNG key of its sample."""
+    value, key = keyed
+    with SampleRngMode(KeyCursor(key)):
+        return hook(value)

@@ -16,8 +16,6 @@ from ._bad_samples import BadSamplePolicy, policies_of
 from ._dataset import hooks_of
 from ._event_loops import EventLoop
 
-__all__ = ["LoaderSettings", "advice_on", "check_arguments"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
@@ -83,6 +81,11 @@ class LoaderSettings:
         return self.batch_sampler is not None
 
     @property
+    def uses_batch_hooks(self) -> bool:
+        """Whether hooks may take a whole batch. If one fails, the bad sample is not known."""
+        return self.batched and not self.bad_sample_policy.replaces
+
+    @property
     def index_sampler(self) -> Any:
         return self.batch_sampler if self.batched else self.sampler
 
@@ -104,13 +107,9 @@ class LoaderSettings:
 _ADVICE = {
     "timeout option": "Leave it at 0 to wait for a batch without limit.",
     "prefetch_factor option should be": "Leave it out for the default of 2.",
-    "sampler option is mutually exclusive with shuffle": (
-        "Leave out shuffle: the sampler decides the order."
-    ),
-    "batch_sampler option is mutually exclusive": (
-        "Leave those out: the batch sampler decides all of them."
-    ),
-    "mutually exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
+    "exclusive with shuffle": "Leave out shuffle: the sampler decides the order.",
+    "batch_sampler option is": "Leave those out: the batch sampler decides all of them.",
+    "exclusive with drop_last": "Leave out drop_last: every sample comes by itself.",
     "expected unspecified shuffle": "Shuffle in the dataset's __iter__.",
     "expected unspecified sampler": "An iterable dataset decides its order in __iter__.",
     "expected unspecified batch_sampler": (
@@ -118,7 +117,6 @@ _ADVICE = {
     ),
 }
 """What to do about the errors of torch that only say what is wrong, by some of their words."""
-
 
 _OF_MAP_STYLE = ("num_io_workers", "num_cpu_workers", "preprocess_executor")
 _OF_THREADS = (*_OF_MAP_STYLE, "buffer_size", "copy_dataset")
@@ -143,7 +141,13 @@ def check_arguments(
             "or set num_workers=0 to load in the calling thread."
         )
     for name in ("num_io_workers", "num_cpu_workers", "buffer_size"):
-        _check_count(name, getattr(loader, name))
+        count = getattr(loader, name)
+        if not isinstance(count, int | None):
+            raise TypeError(f"{name} must be an int, got {count!r}. Leave it out for the default.")
+        if count is not None and count < 1:
+            raise ValueError(
+                f"{name} must be at least 1, got {count}. Leave it out for the default."
+            )
     interval = loader.stats_interval
     if interval is not None and not (isinstance(interval, int | float) and interval > 0):
         raise ValueError(
@@ -157,66 +161,54 @@ def check_arguments(
             "seed and generator both decide what is drawn. Leave out one of them: a seed gives "
             "the same numbers every time, a generator goes on from where it is."
         )
+    if loader.preprocess_executor is not None and not hasattr(loader.preprocess_executor, "submit"):
+        raise TypeError(
+            "preprocess_executor must be a concurrent.futures.Executor, such as "
+            f"ProcessPoolExecutor(4), got {loader.preprocess_executor!r}."
+        )
+    _check_combination(loader, dataset, num_workers)
+
+
+def _check_combination(loader: Any, dataset: Any, num_workers: int) -> None:
+    """Check that each argument has an effect for this dataset and these workers."""
     given = [name for name in _OF_THREADS if getattr(loader, name)]
     if given and num_workers == 0:
         raise ValueError(
             f"{given[0]} is for worker threads, but num_workers=0 loads in the calling thread. "
             f"Set num_workers to 1 or more, or leave out {given[0]}."
         )
-    if given and loader.worker_method == "multiprocessing":
+    replace, retry = policies_of(loader.on_error)
+    if replace is not None or retry is not None:
+        given.append("on_error")
+    if given and loader.worker_method == "multiprocessing" and num_workers > 0:
         raise ValueError(
             f'{given[0]} is for worker threads, but worker_method is "multiprocessing". '
-            f"Leave out one of them."
+            "Leave out one of them."
         )
-    _check_on_error(loader, dataset, num_workers)
-    of_map_style = [name for name in given if name in _OF_MAP_STYLE]
-    if of_map_style and isinstance(dataset, IterableDataset):
-        raise ValueError(
-            f"{of_map_style[0]} is for map-style datasets; an IterableDataset is loaded by "
-            f"num_workers threads, each with its own iterator. Leave out {of_map_style[0]}."
-        )
-    if loader.num_io_workers is not None and hooks_of(dataset, batched=False).load is None:
-        warnings.warn(
-            f"num_io_workers={loader.num_io_workers} changes nothing: "
-            f"{type(dataset).__name__} has no load stage. Make it a StagedDataset, or raise "
-            "num_workers.",
-            stacklevel=3,
-        )
-    if loader.preprocess_executor is not None and not hasattr(loader.preprocess_executor, "submit"):
-        raise TypeError(
-            "preprocess_executor must be a concurrent.futures.Executor, such as "
-            f"ProcessPoolExecutor(4), got {loader.preprocess_executor!r}."
-        )
-
-
-def _check_on_error(loader: Any, dataset: Any, num_workers: int) -> None:
-    replace, retry = policies_of(loader.on_error)
-    if replace is None and retry is None:
-        return
-    if isinstance(dataset, IterableDataset):
+    is_iterable = isinstance(dataset, IterableDataset)
+    if is_iterable and "on_error" in given:
         raise ValueError(
             "on_error is for map-style datasets: an iterator that has raised cannot be asked "
             "for the same sample again. Catch the exception in the dataset's __iter__."
         )
-    if loader.worker_method == "multiprocessing" and num_workers > 0:
+    if is_iterable and (of_map_style := [name for name in given if name in _OF_MAP_STYLE]):
         raise ValueError(
-            'on_error is for worker threads, but worker_method is "multiprocessing". Leave out '
-            "one of them."
+            f"{of_map_style[0]} is for map-style datasets; an IterableDataset is loaded by "
+            f"num_workers threads, each with its own iterator. Leave out {of_map_style[0]}."
         )
-    if retry is not None and hooks_of(dataset, batched=False).load is None:
+    needs_load = retry is not None or loader.num_io_workers is not None
+    if not needs_load or hooks_of(dataset, batched=False).load is not None:
+        return
+    if retry is not None:
         raise ValueError(
             f"RetryLoad calls a dataset's load again, but {type(dataset).__name__} has none. "
             "Make it a StagedDataset, or try again in its __getitem__."
         )
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}. Leave it out for the default.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}. Leave it out for the default.")
+    warnings.warn(
+        f"num_io_workers={loader.num_io_workers} changes nothing: {type(dataset).__name__} has no "
+        "load stage. Make it a StagedDataset, or raise num_workers.",
+        stacklevel=4,
+    )
 
 
 def advice_on(message: str) -> str | None:

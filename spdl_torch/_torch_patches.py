@@ -22,8 +22,6 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.worker import WorkerInfo
 
-__all__ = ["redirect_seeding", "set_worker_info"]
-
 
 class _ThreadInfo(threading.local):
     info: WorkerInfo | None = None
@@ -43,14 +41,10 @@ def redirect_seeding(current_generator: Callable[[], torch.Generator | None]) ->
 
     Datasets seed torch to draw the same numbers twice, for an image and its mask. In a worker
     process that acts on the worker's own generator; in a thread it would act on that of the
-    training loop.
-
-    Args:
-        current_generator: returns the generator of the current sample, or None if there is none.
-
+    training loop. `current_generator` returns None if there is no sample.
     """
     for function, method in (
-        (torch.random.manual_seed, _manual_seed),
+        (torch.random.manual_seed, lambda generator, seed: generator.manual_seed(int(seed))),
         (torch.random.seed, torch.Generator.seed),
         (torch.random.initial_seed, torch.Generator.initial_seed),
         (torch.random.get_rng_state, torch.Generator.get_state),
@@ -98,17 +92,9 @@ def _seed_sample(
     return original(*args) if generator is None else method(generator, *args)
 
 
-def _manual_seed(generator: torch.Generator, seed: Any) -> torch.Generator:
-    return generator.manual_seed(int(seed))
-
-
 def _set_state(generator: torch.Generator, new_state: torch.Tensor) -> None:
     generator.set_state(new_state)
 
 
-def _forget_worker_info() -> None:
-    _thread_info.info = None
-
-
 # The child of a fork begins as a copy of the forking thread, but it is no worker thread.
-os.register_at_fork(after_in_child=_forget_worker_info)
+os.register_at_fork(after_in_child=partial(setattr, _thread_info, "info", None))

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch.autograd import profiler
-from torch.utils.data import IterDataPipe, MapDataPipe, TensorDataset
+from torch.utils.data import IterDataPipe, TensorDataset
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo, _generate_state
@@ -31,19 +31,11 @@ from ._dataset import Hooks, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
 from ._engine import PendingBatch, WorkerCursor
-from ._random import CurrentRng, Cursor, Key, SampleRng, SampleRngMode, use_rng
+from ._random import CurrentRng, Key, SampleRng, SampleRngMode, use_rng
 from ._resume import LOAD, PREPROCESS, IterableProgress, MapProgress, Progress, SampleCount
-from ._samples import CountCursor, Keyed
+from ._samples import CountCursor
 from ._settings import LoaderSettings
 from ._torch_patches import set_worker_info
-
-__all__ = [
-    "WorkerSetup",
-    "collate_for",
-    "collate_pinned",
-    "datapipe_graph_lock",
-    "profiler_runs",
-]
 
 Hook = Callable[[Any], Any]
 
@@ -57,19 +49,16 @@ os.register_at_fork(
 )
 
 
+def datapipe_graph_lock(settings: LoaderSettings) -> AbstractContextManager[Any]:
+    """Return the lock to hold while torch walks the dataset, if it is a graph of datapipes."""
+    return _datapipe_graphs if settings.is_datapipe else nullcontext()
+
+
 class WorkerSetup:
     """All that a worker thread needs, and nothing that refers to the loader or its iterator.
 
-    Args:
-        settings: those of the loader.
-        progress: that of the epoch.
-        transfer: copies batches to a device.
-        dataset: the dataset as torch has prepared it.
-        base_seed: the seed of worker 0.
-        shared_seed: the seed of the epoch's datapipes.
-        shard: the number of ranks and the number of this one.
-        pin_device: the type of device that batches are pinned for; None: they are not pinned.
-
+    `dataset` is as torch has prepared it, `shard` the number of ranks and the number of this one,
+    and `pin_device` the type of device that batches are pinned for, if they are.
     """
 
     def __init__(
@@ -79,22 +68,17 @@ class WorkerSetup:
         transfer: Transfer | None,
         *,
         dataset: Any,
-        base_seed: int,
-        shared_seed: int | None,
         shard: tuple[int, int],
         pin_device: str | None,
     ) -> None:
+        self.settings = settings
         self.dataset = dataset
-        self.batched = settings.batched
-        self.worker_init_fn = settings.worker_init_fn
-        self.bad_sample_policy = settings.bad_sample_policy
         self.num_workers = settings.num_workers
         """The number of workers of all stages together."""
         self.progress = progress
-        """The progress of the epoch that runs now."""
-        self.shared_seed = shared_seed
+        """That of the epoch that runs. The source sets it for each further epoch."""
         self.transfer = transfer
-        self._base_seed = base_seed
+        self._base_seed = progress.seed_of_workers
         self._shard = shard if settings.is_datapipe else None
         # An iterator's state is often in the dataset, and a datapipe's shard always is: those are
         # copied for each worker, as they are for worker processes.
@@ -103,23 +87,18 @@ class WorkerSetup:
             # torch's wrapper of a datapipe pickles by itself, in a way that shares no objects.
             inner = dataset._datapipe if _is_wrapped(dataset) else dataset
             self._copies = DatasetCopies(inner, or_shallow=not settings.copy_dataset)
-        self._pin_device: tuple[str, int] | None = None
-        if pin_device is not None and transfer is None:
-            self._pin_device = (pin_device, torch.accelerator.current_device_index())
+        self._pin_device = pin_device if transfer is None else None
+        if self._pin_device is not None:
+            self._device_index = torch.accelerator.current_device_index()
         self._collate_fn = settings.collate_fn
         if self._collate_fn is torch.utils.data.default_collate:
-            pinned = self._pin_device is not None
-            self._collate_fn = _collate_into_pinned if pinned else default_collate
-
-    def hooks_of(self, dataset: Any) -> Hooks:
-        # If a hook for a whole batch fails, it is not known which sample is the bad one.
-        return hooks_of(dataset, batched=self.batched and not self.bad_sample_policy.replaces)
+            self._collate_fn = default_collate
 
     def _enter(self, worker_id: int) -> Any:
         """Make the calling thread a worker, and return its dataset."""
         _use_one_intra_op_thread()
         if self._pin_device is not None:
-            torch.accelerator.set_device_index(self._pin_device[1])
+            torch.accelerator.set_device_index(self._device_index)
         if self.transfer is not None:
             self.transfer.enter()
         dataset = self.dataset
@@ -139,25 +118,35 @@ class WorkerSetup:
         if self._shard is not None:
             with _datapipe_graphs:
                 _sharding_worker_init_fn(None, *self._shard, worker_id)
-        if self.worker_init_fn is not None:
-            _seed_as_worker_process(self._base_seed, worker_id)
-            of_copy(self.worker_init_fn, self.dataset, dataset)(worker_id)
+        if (worker_init_fn := self.settings.worker_init_fn) is not None:
+            # As torch seeds its worker processes.
+            random.seed(self._base_seed + worker_id)
+            np.random.seed(_generate_state(self._base_seed, worker_id))
+            torch.default_generator.manual_seed(self._base_seed + worker_id)
+            of_copy(worker_init_fn, self.dataset, dataset)(worker_id)
         return dataset
+
+    def _hooks_of(self, dataset: Any) -> Hooks:
+        return hooks_of(dataset, batched=self.settings.uses_batch_hooks)
+
+    def _collate_of(self, dataset: Any) -> Hook:
+        collate = of_copy(self._collate_fn, self.dataset, dataset)
+        return collate_into(collate, self.transfer, self._pin_device)
 
     # -- the stages of map-style datasets ---------------------------------------------------------
 
     def load_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook, None]:
         """Make the calling thread a worker of the load stage; return its load hook."""
-        load = self.hooks_of(self._enter(worker_id)).load
+        load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
-        mode = None if _draws_nothing(load) else _mode_at(_SlotCursor(self, cursor, LOAD))
+        mode = None if _draws_nothing(load) else SampleRngMode(_SlotCursor(self, cursor, LOAD))
         cursor.task_context = _Marked("load", mode, cursor)
 
         def pause(seconds: float) -> bool:
             assert cursor.batch is not None
             return cursor.batch.epoch.pause(seconds)
 
-        return self.bad_sample_policy.retried(load, pause), None
+        return self.settings.bad_sample_policy.retried(load, pause), None
 
     def async_load_worker(
         self, worker_id: int
@@ -167,27 +156,24 @@ class WorkerSetup:
         Returns its load hook, the context of a task, and the context of the thread. The tasks take
         turns in one thread, so each has an RNG of its own.
         """
-        load = self.hooks_of(self._enter(worker_id)).load
+        load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
-        return (
-            self.bad_sample_policy.retried_async(load),
-            partial(_task_context, self),
-            SampleRngMode(),
-        )
+        retried = self.settings.bad_sample_policy.retried_async(load)
+        return retried, partial(_task_context, self), SampleRngMode()
 
     def preprocess_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook | None, Hook]:
         """Make the calling thread a worker of the last stage; return its hook and its collate."""
         dataset = self._enter(worker_id)
-        preprocess, collate = self.hooks_of(dataset).preprocess, self._collate_of(dataset)
+        preprocess, collate = self._hooks_of(dataset).preprocess, self._collate_of(dataset)
         mode = None
         if not (_draws_nothing(preprocess) and _is_torchs(self._collate_fn)):
-            mode = _mode_at(_SlotCursor(self, cursor, PREPROCESS))
+            mode = SampleRngMode(_SlotCursor(self, cursor, PREPROCESS))
         cursor.task_context = _Marked("preprocess", mode, cursor)
-        return preprocess, collate if self.batched else partial(_collate_only, collate)
+        return preprocess, collate if self.settings.batched else lambda samples: collate(samples[0])
 
-    def label(self, batch: PendingBatch, slot: int, value: Any) -> Keyed:
+    def label(self, batch: PendingBatch, slot: int, value: Any) -> tuple[Any, Key]:
         """Return what an executor is given to preprocess a sample."""
-        return Keyed(value, self.key_at(batch, slot, PREPROCESS))
+        return value, self.key_at(batch, slot, PREPROCESS)
 
     def key_at(self, batch: PendingBatch, slot: int, stage: int) -> Key:
         """Return the RNG key of a slot in a stage."""
@@ -204,41 +190,36 @@ class WorkerSetup:
         Returns a function that opens an epoch, and the collate function.
         """
         count = SampleCount()
-        setup = weakref.ref(self)  # The thread keeps what it is in.
+        setup: Any = weakref.ref(self)  # The thread keeps what it is in.
 
         def key(number: int) -> Key:
-            owner = setup()
-            assert owner is not None
-            return owner._iterable_progress.sample_key(worker_id, number)
+            return setup().progress.sample_key(worker_id, number)  # type: ignore[no-any-return]
 
         dataset = self._enter(worker_id)
-        cursor.task_context = _Marked("iterate", _mode_at(CountCursor(count, key)), cursor)
+        cursor.task_context = _Marked("iterate", SampleRngMode(CountCursor(count, key)), cursor)
         return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
     def _open_iterable(
         self, dataset: Any, worker_id: int, count: SampleCount
     ) -> Callable[[PendingBatch], Any]:
-        if isinstance(dataset, IterDataPipe):
-            assert self.shared_seed is not None
-            with _datapipe_graphs:
-                dataset = apply_random_seed(
-                    dataset, torch.Generator().manual_seed(self.shared_seed)
-                )
         progress = self._iterable_progress
+        if isinstance(dataset, IterDataPipe):
+            shared_seed = progress.take_shared_seed(None)
+            assert shared_seed is not None
+            with _datapipe_graphs:
+                dataset = apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))
         reader = progress.open(dataset, worker_id, count)
 
         def draw(batch: PendingBatch) -> Any:
             try:
                 samples = reader.draw(batch.drawn)
-            except StopIteration:
+            except Exception as error:
                 # What is wrong with its state has been raised at every batch.
                 with contextlib.suppress(Exception):
-                    progress.come_to_end(worker_id, reader.bookmark())
-                raise
-            except Exception:
-                # The next batch is what comes after the error.
-                with contextlib.suppress(Exception):
-                    batch.position = worker_id, reader.bookmark()
+                    if isinstance(error, StopIteration):
+                        progress.come_to_end(worker_id, reader.bookmark())
+                    else:  # The next batch is what comes after the error.
+                        batch.position = worker_id, reader.bookmark()
                 raise
             batch.position = worker_id, reader.bookmark()
             return samples
@@ -259,13 +240,7 @@ class WorkerSetup:
         assert self.transfer is not None
         _use_one_intra_op_thread()
         self.transfer.enter()
-        return partial(_call_in, _Marked("transfer"), self.transfer.send)
-
-    def _collate_of(self, dataset: Any) -> Hook:
-        collate = of_copy(self._collate_fn, self.dataset, dataset)
-        if self.transfer is not None:
-            return collate_for(self.transfer, collate)
-        return collate if self._pin_device is None else collate_pinned(collate, self._pin_device[0])
+        return _Marked("transfer")(self.transfer.send)
 
 
 def _is_wrapped(dataset: Any) -> bool:
@@ -279,34 +254,18 @@ def _use_one_intra_op_thread() -> None:
     torch.get_num_threads()
 
 
-def _seed_as_worker_process(base_seed: int, worker_id: int) -> None:
-    """Seed the process-wide generators as torch does in its worker process."""
-    random.seed(base_seed + worker_id)
-    np.random.seed(_generate_state(base_seed, worker_id))
-    torch.default_generator.manual_seed(base_seed + worker_id)
-
-
-# -- collate --------------------------------------------------------------------------------------
-
-
-def collate_for(transfer: Transfer, collate: Hook) -> Hook:
-    """Return a collate function whose batches are in memory that they can be transferred from."""
-    if collate in (default_collate, torch.utils.data.default_collate):
-        return lambda samples: transfer.pin(lambda empty: default_collate(samples, empty=empty))
-    return lambda samples: transfer.pin(lambda _: collate(samples))
-
-
-def collate_pinned(collate: Hook, device: str) -> Hook:
-    """Return a collate function whose batches are in pinned memory, as torch does it."""
-    return lambda samples: pin_memory(collate(samples), device)
-
-
-def _collate_into_pinned(samples: list[Any]) -> Any:
-    return default_collate(samples, empty=partial(torch.empty, pin_memory=True))
-
-
-def _collate_only(collate: Hook, samples: list[Any]) -> Any:
-    return collate(samples[0])
+def collate_into(collate: Hook, transfer: Transfer | None, pin_device: str | None) -> Hook:
+    """Return a collate function whose batches are in the memory to transfer or pin them."""
+    is_default = collate in (default_collate, torch.utils.data.default_collate)
+    if transfer is not None:
+        if is_default:
+            return lambda samples: transfer.pin(lambda empty: default_collate(samples, empty=empty))
+        return lambda samples: transfer.pin(lambda _: collate(samples))
+    if pin_device is None:
+        return collate
+    if is_default:
+        collate = partial(default_collate, empty=partial(torch.empty, pin_memory=True))
+    return lambda samples: pin_memory(collate(samples), pin_device)
 
 
 # -- what a worker is inside of while it works ----------------------------------------------------
@@ -336,10 +295,6 @@ class _SlotCursor:
         assert setup is not None
         assert batch is not None
         return setup.key_at(batch, self._cursor.slot, self._stage)
-
-
-def _mode_at(cursor: Cursor) -> SampleRngMode:
-    return SampleRngMode(SampleRng(cursor))
 
 
 def _task_context(
@@ -399,17 +354,12 @@ def profiler_runs() -> bool:
     return profiler._is_profiler_enabled
 
 
-class _Marked(AbstractContextManager[None]):
+class _Marked(contextlib.ContextDecorator, AbstractContextManager[None]):
     """A context with a mark around it in the trace of torch's profiler, if that runs.
 
-    A worker has one of these and enters it for each task, which is often many batches. It is not
-    made with `contextlib.contextmanager`, which would change the user's exceptions.
-
-    Args:
-        stage: the name of the mark.
-        inner: the context.
-        cursor: that of the worker, if the batches that it collates are marked too.
-
+    A worker has one of these and enters it for each task, which is often many batches. With the
+    cursor of the worker, the batches that it collates are marked too. It is not made with
+    `contextlib.contextmanager`, which would change the user's exceptions.
     """
 
     def __init__(
@@ -440,18 +390,3 @@ class _Marked(AbstractContextManager[None]):
     def _set_collate_context(self, context: _Marked | None) -> None:
         if self._cursor is not None and (cursor := self._cursor()) is not None:
             cursor.collate_context = context
-
-
-def _call_in(context: AbstractContextManager[Any], operation: Hook, value: Any) -> Any:
-    with context:
-        return operation(value)
-
-
-@contextlib.contextmanager
-def datapipe_graph_lock(dataset: Any) -> Iterator[None]:
-    """Hold the lock of datapipe graphs if the dataset is one."""
-    if isinstance(dataset, IterDataPipe | MapDataPipe):
-        with _datapipe_graphs:
-            yield
-    else:
-        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,49 +11,33 @@ from torch.utils.data.graph_settings import apply_sharding
 
 from .._device import Transfer
 from .._engine import EpochClock
-from .._random import SampleRng, SampleRngMode, preserve_global_rng, restore_current_rng
+from .._random import SampleRngMode, preserve_global_rng, restore_current_rng
 from .._resume import IterableProgress, MapProgress, Progress
 from .._samples import CountCursor, SampleMaker, draws_of
 from .._settings import LoaderSettings
-from .._worker import collate_for, collate_pinned
-from ._source import CLOSED, Delivery, Made, not_stop_iteration
+from .._worker import collate_into
+from ._source import CLOSED, BatchSource, Delivery, Made, not_stop_iteration
 from ._torch_workers import TorchEpoch
 
-__all__ = ["CallerSource"]
 
-
-class CallerSource:
-    """Makes each batch when it is asked for."""
+class CallerSource(BatchSource):
+    """Makes each batch when it is asked for. Each epoch has a new one."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         if settings.timeout != 0:
             raise AssertionError("num_workers=0 has no timeout: set it to 0, or num_workers to 1.")
         self._transfer = None if settings.device is None else Transfer(settings.device)
-        self.receive: Callable[[Any], Any] | None = None
-        if self._transfer is not None:
-            transfer = self._transfer
+        if (transfer := self._transfer) is not None:
             self.receive = lambda batch: transfer.receive(transfer.send(batch))
         self.clock = EpochClock("caller")
         self._is_closed = False
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        return []
-
-    @property
-    def is_usable(self) -> bool:
-        return False  # A new epoch has a new source.
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         epoch = TorchEpoch(settings, progress)
         if settings.is_datapipe:
             apply_sharding(epoch.dataset, *epoch.shard)
-        collate = settings.collate_fn
-        if self._transfer is not None:
-            collate = collate_for(self._transfer, collate)
-        elif epoch.pin_device is not None:
-            collate = collate_pinned(collate, epoch.pin_device)
-        self._draws = epoch.draws
+        collate = collate_into(settings.collate_fn, self._transfer, epoch.pin_device)
+        self._draws = iter(progress)
         self._num_drawn = 0
         self._rng: AbstractContextManager[Any] = nullcontext()
         if isinstance(progress, IterableProgress):
@@ -70,9 +53,8 @@ class CallerSource:
         policy = settings.bad_sample_policy
         make_batch: Callable[[Any], Any] = partial(_make_batch, dataset, collate, settings.batched)
         if settings.is_seeded or policy.replaces or policy.retries:
-            batched, is_seeded = settings.batched, settings.is_seeded
-            self._draws = draws_of(progress, batched=batched, is_seeded=is_seeded)
-            make_batch = SampleMaker(dataset, collate, batched=batched, policy=policy).__getitem__
+            self._draws = draws_of(settings, progress)
+            make_batch = SampleMaker(settings, dataset, collate).__getitem__
 
         def make(drawn: Any) -> Delivery:
             number = self._num_drawn
@@ -91,7 +73,7 @@ class CallerSource:
         count = progress.count
         if settings.is_seeded:
             key = partial(progress.sample_key, 0)
-            self._rng = SampleRngMode(SampleRng(CountCursor(count, key)))
+            self._rng = SampleRngMode(CountCursor(count, key))
         # To resume, samples may be read again. What they draw was drawn before the state was saved.
         preserved = preserve_global_rng() if progress.was_drawn else nullcontext()
         with preserved, self._rng:
@@ -126,9 +108,6 @@ class CallerSource:
 
     def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (there are no workers)
         self._is_closed = True
-
-    def close_with(self, holder: Any) -> None:
-        """Do nothing: there are no workers."""
 
 
 def _make_batch(dataset: Any, collate: Callable[[Any], Any], batched: bool, drawn: Any) -> Any:

@@ -10,8 +10,6 @@ from .._engine import EpochClock
 from .._resume import Progress
 from .._settings import LoaderSettings
 
-__all__ = ["CLOSED", "BatchSource", "Delivery", "Made", "not_stop_iteration"]
-
 CLOSED: Final = "this iterator is closed. Call iter(loader) for a new one."
 """The error of a source that is asked for a batch after it was closed."""
 
@@ -27,35 +25,38 @@ class Delivery(Protocol):
         """Return the batch, or raise its error. Can be called once."""
 
 
-class BatchSource(Protocol):
+class BatchSource:
     """Where batches come from. The iterator, not the source, saves states and counts batches."""
 
-    @property
-    def clock(self) -> EpochClock:
-        """The clocks of the epoch that runs."""
+    clock: EpochClock
+    """The clocks of the epoch that runs."""
+    receive: Callable[[Any], Any] | None = None
+    """What the consumer's thread does with each batch, if batches go to a device."""
 
     @property
     def threads(self) -> list[threading.Thread]:
         """The worker threads of this process."""
+        return []
 
     @property
     def is_usable(self) -> bool:
         """Whether another epoch can begin: it is not closed, and not in a forked child."""
-
-    receive: Callable[[Any], Any] | None
-    """What the consumer's thread does with each batch, if batches go to a device."""
+        return False
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
         """Begin an epoch. The epoch before it, if it is not over, is abandoned."""
+        raise NotImplementedError
 
     def next(self) -> Delivery:
         """Return the next batch; raise StopIteration at the end of the epoch."""
+        raise NotImplementedError
 
     def close(self, *, quickly: bool = False) -> None:
         """End the workers and wait for them, or only for a moment. Then `next` raises."""
+        raise NotImplementedError
 
     def close_with(self, holder: Any) -> None:
-        """Close when the holder is garbage-collected."""
+        """Close when the holder is garbage-collected, unless the workers end by themselves."""
 
 
 class Made:

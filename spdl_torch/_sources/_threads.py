@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from math import ceil
 from typing import Any, Final
@@ -13,32 +14,27 @@ from typing import Any, Final
 import torch
 
 from .._bad_samples import path_of, substitutes
-from .._dataset import Hooks
+from .._dataset import Hooks, hooks_of
 from .._device import Transfer
 from .._engine import (
     AsyncStage,
-    EpochClock,
     ExecutorStage,
     InFlight,
     IterableStage,
     NotInTime,
-    OnSampleError,
     PendingBatch,
     Pipeline,
     Stage,
     ThreadStage,
     TransferStage,
-    Window,
 )
 from .._random import preserve_global_rng
 from .._resume import IterableProgress, Progress
-from .._samples import KeyedHook
+from .._samples import call_with_key
 from .._settings import LoaderSettings
 from .._worker import WorkerSetup, datapipe_graph_lock
-from ._source import Delivery
+from ._source import BatchSource, Delivery
 from ._torch_workers import TorchEpoch
-
-__all__ = ["ThreadSource"]
 
 _MIN_IO_WORKERS: Final = 8
 """The least number of I/O workers. They wait most of the time, so more are needed than cores."""
@@ -57,7 +53,7 @@ _NUM_STACKS: Final = 3
 """The number of those that are listed with their stack."""
 
 
-class ThreadSource:
+class ThreadSource(BatchSource):
     """Batches from the engine's stages, with worker threads in this process.
 
     The threads end when the iterator is collected. So neither this object nor a frame that is
@@ -66,51 +62,40 @@ class ThreadSource:
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._transfer = None if settings.device is None else Transfer(settings.device)
-        self.receive: Callable[[Any], Any] | None = None
         if self._transfer is not None:
             self.receive = self._transfer.receive
         self._epoch: TorchEpoch | None = None
-        self._pipeline: Pipeline
-        self._window: Window
 
     def begin(self, settings: LoaderSettings, progress: Progress) -> None:
-        with datapipe_graph_lock(settings.dataset):
+        with datapipe_graph_lock(settings):
             if self._epoch is None:
-                self._set_up(settings, progress)
-            else:
-                self._epoch.begin(settings, progress)
-        assert self._epoch is not None
-        self._worker_setup.shared_seed = self._epoch.shared_seed
+                self._epoch = self._set_up(settings, progress)
+            # Also for new workers: torch draws the seed of datapipes again when it starts them.
+            self._epoch.begin(settings, progress)
         self._worker_setup.progress = progress
-        self._window = self._pipeline.begin(self._epoch.draws)
+        self._window = self._pipeline.begin(iter(progress))
+        self.clock = self._pipeline.clock
 
-    def _set_up(self, settings: LoaderSettings, progress: Progress) -> None:
-        self._epoch = TorchEpoch(settings, progress)
-        self._dataset = self._epoch.dataset
+    def _set_up(self, settings: LoaderSettings, progress: Progress) -> TorchEpoch:
+        epoch = TorchEpoch(settings, progress)
         self._timeout_seconds = settings.timeout or None
         # Before the dataset is copied for the workers.
-        progress.restore_dataset(self._dataset)
+        progress.restore_dataset(epoch.dataset)
         self._worker_setup = WorkerSetup(
             settings,
             progress,
             self._transfer,
-            dataset=self._dataset,
-            base_seed=self._epoch.base_seed,
-            shared_seed=self._epoch.shared_seed,
-            shard=self._epoch.shard,
-            pin_device=self._epoch.pin_device,
+            dataset=epoch.dataset,
+            shard=epoch.shard,
+            pin_device=epoch.pin_device,
         )
         if isinstance(progress, IterableProgress):
             progress.num_to_read_again()  # With a warning, if there are any.
         self._pipeline = _make_pipeline(settings, self._worker_setup)
-        self._epoch.draw_again(settings)
+        return epoch
 
     def close_with(self, holder: Any) -> None:
         self._pipeline.lifetime.close_with(holder)
-
-    @property
-    def clock(self) -> EpochClock:
-        return self._pipeline.clock
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -130,7 +115,7 @@ class ThreadSource:
             raise RuntimeError(
                 f"DataLoader timed out after {self._timeout_seconds} seconds: no worker finished "
                 "the next batch. Raise timeout, or look for what blocks in the "
-                f"dataset.{_describe(pipeline.in_flight(), self._dataset)}"
+                f"dataset.{_describe(pipeline.in_flight(), self._worker_setup.dataset)}"
             ) from None
         if batch is None:
             raise StopIteration
@@ -145,20 +130,17 @@ class ThreadSource:
         # that comes meanwhile finds none and fails.
         torch.set_num_threads(num_threads)
         try:
-            if self._worker_setup.worker_init_fn is not None:
+            if self._worker_setup.settings.worker_init_fn is None:
+                self._pipeline.start()
+            else:
                 with preserve_global_rng():
                     self._pipeline.start(_INIT_SECONDS)
-            else:
-                self._pipeline.start()
         finally:
             torch.set_num_threads(num_threads)
 
     def close(self, *, quickly: bool = False) -> None:
         lifetime = self._pipeline.lifetime
-        if quickly:
-            lifetime.close_quickly()
-        else:
-            lifetime.close()
+        (lifetime.close_quickly if quickly else lifetime.close)()
 
 
 def _describe(in_flight: list[InFlight], dataset: Any) -> str:
@@ -183,6 +165,7 @@ def _describe(in_flight: list[InFlight], dataset: Any) -> str:
 
 
 def _make_pipeline(settings: LoaderSettings, worker_setup: WorkerSetup) -> Pipeline:
+    """Return the stages, and a window as wide as torch's or as the load stage needs it."""
     transfer = None
     if worker_setup.transfer is not None:
         transfer = TransferStage(
@@ -191,93 +174,105 @@ def _make_pipeline(settings: LoaderSettings, worker_setup: WorkerSetup) -> Pipel
             num_ahead=_NUM_AHEAD,
             in_order=settings.in_order,
         )
+    num_to_keep_busy = 0
+    stages: list[Any]
     if settings.is_iterable:
-        worker_setup.num_workers = settings.num_workers
-        stage = IterableStage(
-            "iterate",
-            settings.num_workers,
-            worker_setup.iterable_worker,
-            worker_setup.first_worker,
-            transfer_stage=transfer,
-        )
-        return _pipeline(settings, [stage], transfer, num_in_flight=0)
-
-    hooks = worker_setup.hooks_of(worker_setup.dataset)
-    on_sample_error = (
-        _Replacement(worker_setup) if worker_setup.bad_sample_policy.replaces else None
+        set_up, first_worker = worker_setup.iterable_worker, worker_setup.first_worker
+        stages = [
+            IterableStage(
+                "iterate", settings.num_workers, set_up, first_worker, transfer_stage=transfer
+            )
+        ]
+    else:
+        stages, num_to_keep_busy = _map_stages(settings, worker_setup, transfer)
+    capacity = settings.buffer_size
+    if capacity is None:
+        assert settings.prefetch_factor is not None
+        capacity = max(settings.prefetch_factor * settings.num_workers, num_to_keep_busy)
+    return Pipeline(
+        stages[0],
+        stages if transfer is None else [*stages, transfer],
+        last_stage=transfer,
+        capacity=capacity,
+        in_order=settings.in_order,
+        batched=settings.batched,
+        locate=partial(path_of, settings.dataset),
     )
-    num_cpu_workers = settings.num_cpu_workers or settings.num_workers
-    cpu_ids = range(num_cpu_workers)
-    takes_executor = settings.preprocess_executor is not None and hooks.preprocess is not None
-    only_collates = takes_executor or hooks.preprocess is None
-    preprocess = ThreadStage(
+
+
+def _map_stages(
+    settings: LoaderSettings, worker_setup: WorkerSetup, transfer: TransferStage | None
+) -> tuple[list[Any], int]:
+    """Return the stages that a dataset has hooks for, and how many batches keep them busy."""
+    hooks = hooks_of(worker_setup.dataset, batched=settings.uses_batch_hooks)
+    replacement = _Replacement(worker_setup) if settings.bad_sample_policy.replaces else None
+    num_cpu_workers = worker_setup.num_workers = settings.num_cpu_workers or settings.num_workers
+    executor = None if hooks.preprocess is None else settings.preprocess_executor
+    only_collates = executor is not None or hooks.preprocess is None
+    last = ThreadStage(
         "collate" if only_collates else "preprocess",
-        cpu_ids,
+        range(num_cpu_workers),
         worker_setup.preprocess_worker,
         is_first=hooks.load is None,
         only_collates=only_collates,
         takes_whole_batch=hooks.preprocess_takes_batch,
         transfer_stage=transfer,
-        on_sample_error=on_sample_error,
+        on_sample_error=replacement,
         is_watched=settings.timeout > 0,
     )
-    stages: list[Any] = [preprocess]
-    worker_setup.num_workers = num_cpu_workers
-    if takes_executor:
-        stages.insert(
-            0, _executor_stage(settings, worker_setup, hooks, preprocess, on_sample_error)
-        )
-    if hooks.load is None:
-        if on_sample_error is not None:
-            on_sample_error.set_first_stage(stages[0])
-        return _pipeline(settings, stages, transfer, num_in_flight=0)
-
-    num_io_workers = settings.num_io_workers or max(_MIN_IO_WORKERS, 2 * settings.num_workers)
-    next_stage = None if hooks.preprocess is None else stages[0]
-    load_args: dict[str, Any] = {
-        "takes_whole_batch": hooks.load_takes_batch,
-        "next_stage": next_stage,
-        "collate_stage": preprocess,
-        "on_sample_error": on_sample_error,
-    }
-    if hooks.load_is_async:
-        load: Any = AsyncStage(
-            "load",
-            num_cpu_workers,
-            num_io_workers,
-            worker_setup.async_load_worker,
-            settings.event_loop,
-            **load_args,
-        )
-        worker_setup.num_workers += 1
-    else:
-        io_ids = range(num_cpu_workers, num_cpu_workers + num_io_workers)
-        load = ThreadStage(
-            "load",
-            io_ids,
-            worker_setup.load_worker,
-            is_first=True,
-            is_watched=settings.timeout > 0,
-            **load_args,
-        )
-        worker_setup.num_workers += num_io_workers
-    if on_sample_error is not None:
-        on_sample_error.set_first_stage(load)
-    num_in_flight = _num_to_keep_busy(settings, hooks, num_io_workers)
-    return _pipeline(settings, [load, *stages], transfer, num_in_flight)
+    stages: list[Any] = [last]
+    if executor is not None:
+        args = {"label": worker_setup.label, "on_sample_error": replacement}
+        stages.insert(0, _executor_stage(executor, hooks, collate_stage=last, **args))
+    num_to_keep_busy = 0
+    if hooks.load is not None:
+        num_io_workers = settings.num_io_workers or max(_MIN_IO_WORKERS, 2 * settings.num_workers)
+        load_args: dict[str, Any] = {
+            "takes_whole_batch": hooks.load_takes_batch,
+            "next_stage": None if hooks.preprocess is None else stages[0],
+            "collate_stage": last,
+            "on_sample_error": replacement,
+        }
+        if hooks.load_is_async:
+            load: Any = AsyncStage(
+                "load",
+                num_cpu_workers,
+                num_io_workers,
+                worker_setup.async_load_worker,
+                settings.event_loop,
+                **load_args,
+            )
+        else:
+            load = ThreadStage(
+                "load",
+                range(num_cpu_workers, num_cpu_workers + num_io_workers),
+                worker_setup.load_worker,
+                is_first=True,
+                is_watched=settings.timeout > 0,
+                **load_args,
+            )
+        worker_setup.num_workers += 1 if hooks.load_is_async else num_io_workers
+        stages.insert(0, load)
+        # Two tasks for each worker, or one if a task is a whole batch.
+        num_to_keep_busy = num_io_workers
+        if not hooks.load_takes_batch:
+            sampler = settings.batch_sampler
+            size: Any = 1 if sampler is None else getattr(sampler, "batch_size", None)
+            num_to_keep_busy = ceil(2 * num_io_workers / size) if isinstance(size, int) else 0
+    if replacement is not None:
+        replacement.first_stage = weakref.ref(stages[0])
+    return stages, num_to_keep_busy
 
 
 class _Replacement:
     """Has another sample made in the place of one that failed."""
 
-    def __init__(self, worker_setup: WorkerSetup) -> None:
-        self._bad_sample_policy = worker_setup.bad_sample_policy
-        self._dataset = worker_setup.dataset
-        self._first_stage: Callable[[], Stage | None] = lambda: None
+    first_stage: Callable[[], Stage | None]
+    """A weak reference, because the stage refers to this."""
 
-    def set_first_stage(self, stage: Stage) -> None:
-        # Weakly: the stage refers to this.
-        self._first_stage = weakref.ref(stage)
+    def __init__(self, worker_setup: WorkerSetup) -> None:
+        self._bad_sample_policy = worker_setup.settings.bad_sample_policy
+        self._dataset = worker_setup.dataset
 
     def __call__(
         self, batch: PendingBatch, slot: int, stage: str, error: BaseException
@@ -290,7 +285,7 @@ class _Replacement:
             batch.substitutes[slot] = substitutes(
                 batch.original_indices, slot, batch.earlier_indices
             )
-        first_stage = self._first_stage()
+        first_stage = self.first_stage()
         if not batch.substitutes[slot] or first_stage is None:
             return error
         batch.indices[slot] = batch.substitutes[slot].pop(0)
@@ -298,60 +293,19 @@ class _Replacement:
         return None
 
 
-def _num_to_keep_busy(settings: LoaderSettings, hooks: Hooks, num_io_workers: int) -> int:
-    """Return how many batches in flight keep the load stage's workers busy."""
-    if hooks.load_takes_batch:
-        return num_io_workers
-    if settings.batch_sampler is None:
-        return 2 * num_io_workers
-    batch_size = getattr(settings.batch_sampler, "batch_size", None)
-    return ceil(2 * num_io_workers / batch_size) if isinstance(batch_size, int) else 0
-
-
-def _executor_stage(
-    settings: LoaderSettings,
-    worker_setup: WorkerSetup,
-    hooks: Hooks,
-    collate_stage: ThreadStage,
-    on_sample_error: OnSampleError | None,
-) -> ExecutorStage:
-    assert settings.preprocess_executor is not None
+def _executor_stage(executor: Executor, hooks: Hooks, **stage_args: Any) -> ExecutorStage:
     assert hooks.preprocess is not None
     try:
         return ExecutorStage(
             "preprocess",
-            settings.preprocess_executor,
-            KeyedHook(hooks.preprocess),
+            executor,
+            partial(call_with_key, hooks.preprocess),
             is_first=hooks.load is None,
             takes_whole_batch=hooks.preprocess_takes_batch,
-            collate_stage=collate_stage,
-            label=worker_setup.label,
-            on_sample_error=on_sample_error,
+            **stage_args,
         )
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
             f"preprocess_executor needs a dataset that can be pickled: {error}. Define its class "
             "and functions at the top level of a module, and open handles when first used."
         ) from error
-
-
-def _pipeline(
-    settings: LoaderSettings,
-    stages: list[Any],
-    transfer: TransferStage | None,
-    num_in_flight: int,
-) -> Pipeline:
-    """A pipeline whose window is as wide as torch's, or as the load stage needs to keep busy."""
-    capacity = settings.buffer_size
-    if capacity is None:
-        assert settings.prefetch_factor is not None
-        capacity = max(settings.prefetch_factor * settings.num_workers, num_in_flight)
-    return Pipeline(
-        stages[0],
-        stages if transfer is None else [*stages, transfer],
-        last_stage=transfer,
-        capacity=capacity,
-        in_order=settings.in_order,
-        batched=settings.batched,
-        locate=partial(path_of, settings.dataset),
-    )

@@ -6,13 +6,11 @@ This is the only module that knows torch's private iterators.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -24,27 +22,21 @@ from .._engine import EpochClock
 from .._resume import IterableProgress, MapProgress, Progress
 from .._samples import SampleMaker, SeededIterable, draws_of, init_process
 from .._settings import LoaderSettings
-from ._source import CLOSED, Delivery, Made
-
-__all__ = ["TorchEpoch", "TorchWorkersSource"]
+from ._source import CLOSED, BatchSource, Delivery, Made
 
 
-class _LoaderView:
-    """The settings under the names that torch's iterators look for in a loader."""
-
-    def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
-        self._settings = settings
-        self._dataset_kind = _DatasetKind.Iterable if settings.is_iterable else _DatasetKind.Map
-        self._IterableDataset_len_called = settings.reported_length
-        self._auto_collation = settings.batched
-        self._index_sampler = progress
-        self.generator = settings.generator
-        if progress.was_drawn:
-            # The epoch is resumed: its seeds are known, and the generator must not be advanced.
-            self.generator = torch.Generator()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._settings, name)
+def _loader_view(settings: LoaderSettings, progress: Progress) -> Any:
+    """Return the settings under the names that torch's iterators look for in a loader."""
+    names: dict[str, Any] = {
+        "_dataset_kind": _DatasetKind.Iterable if settings.is_iterable else _DatasetKind.Map,
+        "_IterableDataset_len_called": settings.reported_length,
+        "_auto_collation": settings.batched,
+        "_index_sampler": progress,
+    }
+    if progress.was_drawn:
+        # The epoch is resumed: its seeds are known, and the generator must not be advanced.
+        names["generator"] = torch.Generator()
+    return SimpleNamespace(**vars(settings) | names)
 
 
 class _SeedsOfProgress(_BaseDataLoaderIter):
@@ -75,50 +67,23 @@ class _SeedsOfProgress(_BaseDataLoaderIter):
         if isinstance(self.progress, IterableProgress):
             self._drawn_shared_seed = self.progress.take_shared_seed(drawn)
 
+    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
+        """Draw what the next epoch of the same workers needs."""
+        self.progress = self._index_sampler = progress
+        self._reset(_loader_view(settings, progress))
+
 
 class TorchEpoch(_SeedsOfProgress):
     """What torch draws and decides when it makes an iterator: seeds, pinned memory, sharding."""
 
     def __init__(self, settings: LoaderSettings, progress: Progress) -> None:
         self.progress = progress
-        super().__init__(_LoaderView(settings, progress))  # type: ignore[arg-type]
-
-    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
-        """Draw what the next epoch of persistent workers needs."""
-        self.progress = progress
-        self._index_sampler = progress
-        self._reset(_LoaderView(settings, progress))
-
-    def draw_again(self, settings: LoaderSettings) -> None:
-        """Draw the seed of datapipes once more, as torch does when workers start."""
-        if isinstance(self._dataset, IterDataPipe):
-            self._reset(_LoaderView(settings, self.progress), first_iter=True)
-
-    @property
-    def dataset(self) -> Any:
-        return self._dataset
-
-    @property
-    def base_seed(self) -> int:
-        return self._base_seed
-
-    @property
-    def shared_seed(self) -> int | None:
-        return self._shared_seed
-
-    @property
-    def draws(self) -> Iterator[Any]:
-        return iter(self._sampler_iter)
-
-    @property
-    def pin_device(self) -> str | None:
+        super().__init__(_loader_view(settings, progress))
+        self.dataset: Any = self._dataset
+        self.pin_device = self._pin_memory_device if self._pin_memory else None
         """The kind of device that batches are pinned for; None if they are not pinned."""
-        return self._pin_memory_device if self._pin_memory else None
-
-    @property
-    def shard(self) -> tuple[int, int]:
+        self.shard = self._world_size, self._rank
         """The number of ranks and the number of this one."""
-        return self._world_size, self._rank
 
 
 class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
@@ -128,12 +93,12 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
         self.progress = progress
         self._settings = settings
         self._process_id = os.getpid()
-        super().__init__(_LoaderView(settings, progress))
+        super().__init__(_loader_view(settings, progress))
 
     @property
     def _index_sampler(self) -> Any:
         if self._settings.is_seeded and isinstance(self.progress, MapProgress):
-            return draws_of(self.progress, batched=self._settings.batched, is_seeded=True)
+            return draws_of(self._settings, self.progress)
         return self.progress
 
     @_index_sampler.setter
@@ -153,25 +118,9 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
                 base_seed, epoch = self.progress.base_seed, self.progress.epoch
                 self._dataset = SeededIterable(self._dataset, base_seed, epoch)
             else:
-                self._dataset = SampleMaker(
-                    self._dataset,
-                    self._collate_fn,
-                    batched=self._auto_collation,
-                    policy=self._settings.bad_sample_policy,
-                )
+                self._dataset = SampleMaker(self._settings, self._dataset, self._collate_fn)
                 self._collate_fn = _unchanged
         self._init_fn_of_workers = worker_init_fn
-
-    def begin(self, settings: LoaderSettings, progress: Progress) -> None:
-        self.progress = progress
-        self._reset(_LoaderView(settings, progress))
-
-    def next_batch(self) -> Any:
-        return self._next_data()  # type: ignore[no-untyped-call]
-
-    @property
-    def num_received(self) -> int:
-        return int(self._rcvd_idx)
 
     @property
     def is_in_parent(self) -> bool:
@@ -183,31 +132,21 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
         if self.is_in_parent:
             super()._shutdown_workers()
 
-    def close(self) -> None:
-        self._shutdown_workers()
-
 
 def _unchanged(batch: Any) -> Any:
     return batch  # The dataset of the worker process has made the batch.
 
 
-class TorchWorkersSource:
-    """Batches from torch's worker processes."""
+class TorchWorkersSource(BatchSource):
+    """Batches from torch's worker processes, which torch ends when its iterator is collected."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._workers: _Workers | None = None
         self._is_closed = False
-        device = settings.device
-        self.receive: Callable[[Any], Any] | None = None
-        if device is not None:
-            self.receive = partial(transfer, device=device)
+        if settings.device is not None:
+            self.receive = partial(transfer, device=settings.device)
         assert settings.prefetch_factor is not None
         self._window = settings.prefetch_factor * settings.num_workers
-        self.clock = EpochClock("multiprocessing", window=self._window)
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        return []
 
     @property
     def is_usable(self) -> bool:
@@ -224,30 +163,26 @@ class TorchWorkersSource:
         progress.has_drawn = True  # The processes are at work already.
         if isinstance(progress, IterableProgress):
             for _ in range(progress.num_to_read_again()):
-                self._workers.next_batch()
+                self._workers._next_data()  # type: ignore[no-untyped-call]
 
     def next(self) -> Delivery:
         if self._is_closed:
             raise RuntimeError(CLOSED)
         assert self._workers is not None
-        num_received = self._workers.num_received
+        num_received = self._workers._rcvd_idx
         batch, failure = None, None
         try:
-            batch = self._workers.next_batch()
+            batch = self._workers._next_data()  # type: ignore[no-untyped-call]
         except StopIteration:
             raise
         except Exception as error:
-            if self._workers.num_received == num_received:
+            if self._workers._rcvd_idx == num_received:
                 raise  # A timeout: the batch may still come.
             failure = error
-        number = self._num_delivered
         self._num_delivered += 1
-        return Made(number, batch, failure)
-
-    def close_with(self, holder: Any) -> None:
-        """Do nothing: torch's own iterator ends its processes when it is collected."""
+        return Made(self._num_delivered - 1, batch, failure)
 
     def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 (torch decides)
         self._is_closed = True
         if self._workers is not None:
-            self._workers.close()
+            self._workers._shutdown_workers()

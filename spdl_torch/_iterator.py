@@ -116,17 +116,22 @@ class _EpochLoop:
             # long as everything else that this thread does for a batch.
             with record_function(_PROFILE_NAME) if profiler_runs() else _no_context:
                 delivery = self._source.next()
-            # An error is delivered too: the next call returns the batch after it.
-            self._progress.deliver(delivery.position)
             if self.settings.reported_length is not None:
                 self._check_length()
-            batch = delivery.result()
-            if self._receive is not None:
-                try:
+            try:
+                batch = delivery.result()
+                if self._receive is not None:
                     batch = self._receive(batch)
-                except StopIteration as error:
+            except BaseException as error:
+                # An error is delivered too: the next call returns the batch after it.
+                if not isinstance(error, KeyboardInterrupt):
+                    self._progress.deliver(delivery.position)
+                if isinstance(error, StopIteration):
                     raise not_stop_iteration(error) from error
+                raise
             num_bytes = num_bytes_of(batch)
+            # Last, so that a batch that Ctrl-C keeps from the loop is not counted.
+            self._progress.deliver(delivery.position)
         except StopIteration:
             self._progress.is_over = True
             clock.end()
@@ -135,6 +140,7 @@ class _EpochLoop:
             raise
         except KeyboardInterrupt:
             # What the sampler and the workers were doing is unknown now.
+            clock.end()
             self._source.close(quickly=True)
             raise
         finally:

@@ -185,6 +185,9 @@ def sample_rng() -> SampleGenerators:
     return SampleGenerators(np.random.default_rng(seed), random.Random(seed))
 
 
+sample_rng.__module__ = "spdl_torch"
+
+
 # -- code that draws through torch ----------------------------------------------------------------
 
 _DRAWING: Final = frozenset(

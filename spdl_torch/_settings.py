@@ -158,7 +158,7 @@ def check_arguments(
         raise TypeError(f"seed must be an int, got {loader.seed!r}. Leave it out for none.")
     if loader.seed is not None and generator is not None:
         raise ValueError(
-            "seed and generator both decide what is drawn. Leave out one of them: a seed gives "
+            "seed and generator both decide what is drawn. Leave out one of them: a seed draws "
             "the same numbers every time, a generator goes on from where it is."
         )
     if loader.preprocess_executor is not None and not hasattr(loader.preprocess_executor, "submit"):

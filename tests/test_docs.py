@@ -198,6 +198,7 @@ def test_code_of_a_page_runs(page, setting, capsys):
 PUBLIC = {name: getattr(spdl_torch, name) for name in spdl_torch.__all__ if name != "__version__"}
 CLASSES = {name for name, value in PUBLIC.items() if inspect.isclass(value)}
 
+
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_docstring_examples_run(name, setting):
     """The examples of a public class or function print what they say."""

@@ -11,8 +11,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from types import MethodType
+from functools import lru_cache, partial
+from types import CodeType, MethodType
 from typing import Any, Final
 
 import numpy as np
@@ -336,9 +336,15 @@ def _draws_nothing(hook: Hook | None) -> bool:
     if type(hook) is not MethodType or lookup is not object.__getattribute__:
         return False
     code = hook.__code__
-    return {op.opname for op in dis.get_instructions(code)} <= _OPCODES_WITHOUT_CALLS and all(
+    return _calls_nothing(code) and all(
         type(inspect.getattr_static(dataset, name, None)) is torch.Tensor for name in code.co_names
     )
+
+
+@lru_cache(maxsize=64)
+def _calls_nothing(code: CodeType) -> bool:
+    # Kept: to look at the opcodes takes as long as to start a thread.
+    return {op.opname for op in dis.get_instructions(code)} <= _OPCODES_WITHOUT_CALLS
 
 
 def _is_torchs(collate: Hook) -> bool:

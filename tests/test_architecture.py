@@ -231,6 +231,7 @@ SHARED_BY_ALL_THREADS = {
     ("_engine._executor_stage", "_hooks"): "each step is one atomic operation",
     ("_engine._threads", "_started"): "added to and read in one step each",
     ("_engine._threads", "_register_exit"): "done twice it does no harm",
+    ("_worker", "_calls_nothing"): "the answer for a code object is always the same",
     ("_device._copies", "_side_streams"): "of two that are made, both threads take the first",
 }
 """The state of modules that changes, and why that is right with any number of threads."""

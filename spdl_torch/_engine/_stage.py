@@ -337,6 +337,8 @@ class ThreadStage(Stage):
         clock, cursor = tools.clock, tools.cursor
         work: _Work | None = task
         epoch = task.epoch
+        # Not in the first batches: how long the next one takes is not known.
+        is_cheap = self._pace.seconds_per_sample < _HAND_OVER_SECONDS
         num_samples = 0
         with cursor.task_context:
             cursor.since = started = clock.begin()
@@ -353,7 +355,7 @@ class ThreadStage(Stage):
                         # consumer must not wait for ever.
                         batch.fail(0, without_our_frame(error))
                         batch.finish()
-                    if not epoch.defers_wakeup:
+                    if not (is_cheap and epoch.defers_wakeup):
                         epoch.wake_consumer()
                 seconds = clock.at - started
                 work = self._queue.take() if seconds < _HAND_OVER_SECONDS else None

@@ -299,7 +299,7 @@ class ThreadStage(Stage):
             self._next_stage.wake_idle(only_if_starved=only_if_starved)
             if only_if_starved and not self._next_stage.has_idle_worker():
                 return
-        self._queue.wake(sum(len(work.unclaimed) for work in self._queue.tasks.copy()))
+        self._queue.wake(len(self._queue.sleepers) if self._queue.take() is not None else 0)
 
     def has_idle_worker(self) -> bool:
         return bool(self._queue.sleepers)
@@ -336,7 +336,7 @@ class ThreadStage(Stage):
         """Work on one batch, or on several that are cheap, and then wake the consumer."""
         clock, cursor = tools.clock, tools.cursor
         work: _Work | None = task
-        epoch = task.epoch
+        epoch = task.batch.epoch
         # Not in the first batches: how long the next one takes is not known.
         is_cheap = self._pace.seconds_per_sample < _HAND_OVER_SECONDS
         num_samples = 0
@@ -344,10 +344,10 @@ class ThreadStage(Stage):
             cursor.since = started = clock.begin()
             while work is not None:
                 batch = work.batch
-                if work.epoch.is_closed:
+                if batch.epoch.is_closed:
                     work.unclaimed.clear()
                 else:
-                    cursor.batch, epoch = batch, work.epoch
+                    cursor.batch, epoch = batch, batch.epoch
                     try:
                         num_samples += self._do(work, tools)
                     except BaseException as error:

@@ -43,6 +43,11 @@ class Ranges:
         return self._pairs[0][1] if self._pairs and self._pairs[0][0] == 0 else 0
 
     @property
+    def stop(self) -> int:
+        """The number after the last one of the set."""
+        return self._pairs[-1][1] if self._pairs else 0
+
+    @property
     def is_prefix(self) -> bool:
         """Whether no number of the set is above the first missing one."""
         return self.first_missing == self.count()

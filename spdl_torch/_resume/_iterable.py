@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import IterDataPipe
 
+from .._engine import warn_caller
 from .._settings import LoaderSettings
-from ._progress import EpochProgress, warn_caller
-from ._state import Bookmark, IterableState, is_stateful, state_of
+from ._progress import EpochProgress
+from ._state import Bookmark, IterableState, Snapshot, is_stateful, state_of
 
 
 @dataclass
@@ -191,14 +192,19 @@ class Reader:
             saved = Bookmark(saved.worker)
         elif saved.iterator is not None and (is_own_iterator or not saved.has_ended):
             self._iterator.load_state_dict(saved.iterator)
-        elif saved.must_be_read_again:
-            for _ in range(saved.num_samples):
-                # What could not be read has been reported, and an ended dataset stays at its end.
-                with contextlib.suppress(Exception):
-                    self._next()
+        num_since = saved.num_samples if saved.must_be_read_again else saved.num_since or 0
+        count.number = saved.num_samples - num_since
+        for _ in range(num_since):
+            # What could not be read has been reported, and an ended dataset stays at its end.
+            with contextlib.suppress(Exception):
+                self._next()
         count.number = saved.num_samples
         self._had_ended = self._has_ended = saved.has_ended
         self.is_stateful = is_stateful(dataset) or is_stateful(self._iterator)
+        self._snapshot_every_n_steps = settings.snapshot_every_n_steps or 1
+        self._last: Bookmark | None = None
+        """The last bookmark with states."""
+        self._num_steps = 0
 
     def draw(self, drawn: Any) -> Any:
         """Return the samples of the next batch, or the next sample; StopIteration at the end."""
@@ -214,13 +220,23 @@ class Reader:
         self._count.may_be_at_end = False
         return samples
 
+    def bookmark_after_step(self) -> Bookmark:
+        """Return where the reader is now, by its last snapshot unless another one is due."""
+        last, self._num_steps = self._last, self._num_steps + 1
+        is_due = self._num_steps % self._snapshot_every_n_steps == 0
+        if is_due or last is None or self._has_ended or not self.is_stateful:
+            self._last = self.bookmark()
+            return self._last
+        number = self._count.number
+        return replace(last, num_samples=number, num_since=number - last.num_samples)
+
     def bookmark(self) -> Bookmark:
         """Return where the reader is now, for another one to resume from."""
         bookmark = Bookmark(self._worker_id, self._count.number, self._has_ended, self.is_over)
         if self._iterator is not self._dataset and is_stateful(self._dataset):
-            bookmark.dataset = state_of(self._dataset)
+            bookmark.dataset = Snapshot(self._dataset)
         if is_stateful(self._iterator):
-            bookmark.iterator = state_of(self._iterator)
+            bookmark.iterator = Snapshot(self._iterator)
         return bookmark
 
     @property

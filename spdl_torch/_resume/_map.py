@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import operator
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
 from torch.utils.data import BatchSampler
 
+from .._engine import warn_caller
 from .._ranges import Ranges
 from .._settings import LoaderSettings
-from ._orders import order_of
-from ._progress import EpochProgress, warn_caller
+from ._digest import digest_of
+from ._orders import order_of, rank_of
+from ._progress import EpochProgress
 from ._state import MapState, is_stateful, state_of
 
 LOAD: Final = 1
@@ -45,6 +48,13 @@ class MapProgress(EpochProgress):
         """How many draws were delivered in turn, since the epoch was resumed."""
         self._delivered = Ranges()
         """The numbers of the draws that were delivered out of turn, and after one that was."""
+        self._in_flight: deque[tuple[int, Any]] = deque()
+        """The number of each draw that was not delivered in turn, and what was drawn, if the
+        sampler has a state."""
+        self._digests: deque[tuple[int, int]] = deque()
+        """The number of draws and the digest of their indices: up to the last that was delivered,
+        and for all after it."""
+        self._saved = saved
         if saved is not None:
             self._restore(settings.dataset, saved)
 
@@ -65,8 +75,23 @@ class MapProgress(EpochProgress):
                 "the state has a state of the dataset, but this dataset has no load_state_dict."
             )
         self._dataset_state, self._offset = saved.dataset_state, saved.offset
+        self._order.ahead = saved.ahead or []
+        self._order.digest = saved.digest if saved.rank == rank_of(self._sampler) else None
         # Last, because it sets the sampler's epoch.
         self._order.load(saved.sampler, saved.done)
+
+    def _use_current_sampler(self) -> None:
+        """Use the sampler that the batch sampler has now, if the epoch has not drawn anything.
+
+        Frameworks replace it after they have loaded a state, or made the iterator.
+        """
+        batches = self._batch_sampler
+        if batches is None or batches.sampler is self._sampler:
+            return
+        self._sampler = batches.sampler
+        self._order = order_of(self._sampler, self._order_seed)
+        if self._saved is not None and (self._saved.done or self._saved.offset):
+            self._restore(self._settings.dataset, self._saved)
 
     def follow(self, before: Any, *, workers_persist: bool) -> None:  # noqa: ARG002
         """Begin where the epoch before has ended."""
@@ -79,22 +104,42 @@ class MapProgress(EpochProgress):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices of each batch."""
+        draws, order = self._open(), self._order
+        if not order.is_replayed:
+            yield from self._kept(draws) if order.is_stateful else draws
+            return
+        # Keep the digest after each draw until the draw is delivered. What was left out before the
+        # last delivered place is in the digest already.
+        digest, num_known = order.digest or 0, order.done.stop - order.done.count()
+        self._digests.append((0, digest))
+        for number, drawn in enumerate(draws, 1):
+            indices = [drawn] if self._batch_sampler is None else drawn
+            if num_known > 0:
+                indices, num_known = indices[num_known:], num_known - len(indices)
+            digest = digest_of(indices, digest)
+            self._digests.append((number, digest))
+            yield drawn
+
+    def _open(self) -> Iterator[Any]:
+        """Return the draws of the epoch, but for those that were delivered before."""
         # All this happens with the first draw and not sooner: frameworks choose the epoch after
         # they have made the iterator.
         self.has_drawn = True
+        self._use_current_sampler()
         if self._order.epoch_was_changed():
             self._start_over()
-        order, batches = self._order, self._batch_sampler
-        draws = order.open()
-        if batches is not None:
-            draws = iter(BatchSampler(draws, self._num_units, batches.drop_last))
-        if not order.has_marks:
-            yield from draws
-            return
-        for drawn in draws:
-            order.make_mark()
+        draws, batches = self._order.open(), self._batch_sampler
+        if batches is None:
+            return draws
+        return iter(BatchSampler(draws, self._num_units, batches.drop_last))
+
+    def _kept(self, draws: Iterator[Any]) -> Iterator[Any]:
+        """Yield the draws, and keep each until it is delivered."""
+        for number, each in enumerate(draws):
+            # An iterator is used up, and a sampler may change its list later.
+            drawn = list(each) if isinstance(each, Iterator) else each
+            self._in_flight.append((number, drawn[:] if isinstance(drawn, list) else drawn))
             yield drawn
-        order.make_mark()
 
     def _start_over(self) -> None:
         if self._offset or self._order.is_partial:
@@ -112,8 +157,11 @@ class MapProgress(EpochProgress):
             self._num_in_turn += 1
         else:
             self._delivered.add(position, position + 1)
-        if self._order.has_marks:
-            self._order.drop_marks_before(self._all_done().first_missing)
+        digests, in_flight = self._digests, self._in_flight
+        while len(digests) > 1 and digests[1][0] <= position + 1:
+            digests.popleft()
+        while in_flight and in_flight[0][0] < self._num_in_turn:
+            in_flight.popleft()
 
     def _all_done(self) -> Ranges:
         """Return the delivered places of the order, counting every draw as full.
@@ -144,27 +192,48 @@ class MapProgress(EpochProgress):
 
     def state_dict(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
+        if not self.has_drawn:
+            self._use_current_sampler()
         if self._order.epoch_was_changed():
             changed = MapProgress(self._settings, None, epoch=self.epoch)
             changed._base_seed, changed.has_begun = self._base_seed, self.has_begun
             return changed.state_dict(workers_persist=workers_persist)
-        dataset, first = self._settings.dataset, self._order.first_place
+        dataset, order, all_done = self._settings.dataset, self._order, self._all_done()
         dataset_state = self._dataset_state
         if dataset_state is None and is_stateful(dataset):
             dataset_state = state_of(dataset)
-        done = ((start - first, stop - first) for start, stop in self._all_done())
+        first, ahead, digest = 0, order.ahead, order.digest
+        if order.is_stateful:  # Its state describes the order from the first missing place on.
+            first, ahead = all_done.first_missing, self._drawn_after(all_done.first_missing)
+        elif self._digests and all_done:
+            digest = self._digests[0][1]
+        done = ((start - first, stop - first) for start, stop in all_done)
         state = MapState(
             length=_length_of(dataset),
             unit=self._unit,
             offset=self._offset + first,
-            sampler=self._order.state().as_dict(),
+            sampler=order.state().as_dict(),
             done=Ranges((max(start, 0), stop) for start, stop in done),
+            digest=digest,
+            rank=None if digest is None else rank_of(self._sampler),
+            ahead=ahead or None,
             dataset_state=dataset_state,
             **self._seed_state(workers_persist=workers_persist),
         ).as_dict()
         if is_stateful(dataset):
             state.setdefault("dataset_state", None)
         return state
+
+    def _drawn_after(self, first: int) -> list[Any]:
+        """Return what was drawn for the places from this one on; None for places long done."""
+        drawn: list[Any] = []
+        for number, draw in self._in_flight:
+            places = draw if self._batch_sampler is not None else [draw]
+            for slot, index in enumerate(places):
+                place = self._order.done.missing_at(number * self._num_units + slot)
+                drawn += [None] * (place - first - len(drawn))
+                drawn.append(index)
+        return drawn + self._order.ahead[first + len(drawn) :]
 
 
 def key_for(key: tuple[int, ...], index: Any) -> tuple[int, ...]:

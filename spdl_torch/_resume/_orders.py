@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from .._ranges import Ranges
 from .._sampler import GlobalSampler
+from ._digest import digest_of
 from ._state import State, is_stateful, state_of
 
 
@@ -26,12 +25,18 @@ class SamplerState(State):
     kind: str
 
 
+_CHUNK: Final = 4096
+"""How many indices are replayed at a time."""
+
+
 class Order:
     """The indices of one epoch, as one sampler returns them. This one: all of them, from 0 up."""
 
     State: ClassVar[type[SamplerState]] = SamplerState
-    has_marks = False
-    """The sampler has a state, which is kept for every draw that a checkpoint may go back to."""
+    is_replayed = False
+    """To resume, the sampler draws the delivered indices again. A digest tells if they differ."""
+    is_stateful = False
+    """The sampler has a state, which is saved together with what was drawn but not delivered."""
     is_partial = False
     """Some of the epoch was delivered before it was resumed."""
 
@@ -42,6 +47,10 @@ class Order:
         """The name of the sampler in a state."""
         self.done = Ranges()
         """The places that had been delivered before the epoch was resumed."""
+        self.digest: int | None = None
+        """The digest of the indices up to the last of those places, if it is known."""
+        self.ahead: list[Any] = []
+        """The first indices of the order, which a sampler with a state had drawn already."""
 
     def load(self, values: dict[str, Any], done: Ranges) -> None:
         """Become the order of a saved state, of which these places are done."""
@@ -69,17 +78,6 @@ class Order:
     def epoch_was_changed(self) -> bool:
         """Return whether the user chose another epoch after this one had been restored."""
         return False
-
-    def make_mark(self) -> None:
-        """Keep the state of the sampler after a draw."""
-
-    def drop_marks_before(self, place: int) -> None:
-        """Forget the states that no checkpoint will need once everything before is delivered."""
-
-    @property
-    def first_place(self) -> int:
-        """The place from which the state describes the order, and counts all others."""
-        return 0
 
     def global_place(self, number: int) -> int:
         """Return the place in the order of all ranks of the index that is opened as number so."""
@@ -200,13 +198,14 @@ class _RandomOrder(Order):
     """The order of `shuffle=True`: torch draws one seed, from which the rest follows."""
 
     State = _RandomState
+    is_replayed = True
 
     def open(self) -> Iterator[Any]:
         if self._seed is None:
             self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         seeded = copy.copy(self._sampler)
         seeded.generator = torch.Generator().manual_seed(self._seed)
-        return left_of(iter(seeded), self.done)
+        return replay(iter(seeded), self)
 
     def state(self) -> SamplerState:
         return _RandomState(self.kind, self._seed)
@@ -242,8 +241,9 @@ class _ReplayedState(SamplerState):
 class _ReplayedOrder(Order):
     """The order of any other sampler.
 
-    If the sampler or its iterator has a state, that is kept for every batch. If not, the order is
-    replayed from its beginning, with its generator as it was then.
+    If the sampler or its iterator has a state, that is asked for when a checkpoint is saved. It is
+    ahead of the training loop then, so the indices that are still in flight are saved with it. If
+    not, the order is replayed from its beginning, with its generator as it was then.
     """
 
     State = _ReplayedState
@@ -263,25 +263,20 @@ class _ReplayedOrder(Order):
         may_draw_from_torch = not has_order and _generator_of(sampler) is torch.default_generator
         if seed is not None and may_draw_from_torch:
             self._generator_before = torch.Generator().manual_seed(seed).get_state()
-        self._marks: deque[tuple[int, _Mark]] = deque()
-        """All that a checkpoint may have to go back to, each with the number of indices that were
-        taken from the sampler before it."""
-        self._is_after_mark = False
-        """The first mark is that of the end of the epoch before."""
+        self._is_after_end = False
+        """The sampler is where the epoch before has left it."""
         self._is_open = False
         self._iterator: Any = None
-        self._num_taken = 0
+        """The iterator of a sampler with a state."""
         self._has_ended = False
 
     def _restore(self, saved: _ReplayedState) -> None:
-        if saved.mark is not None:
-            if saved.mark.sampler is not None and not is_stateful(self._sampler):
-                raise ValueError(
-                    f"the state has a state of the sampler, but a {self.kind} has no "
-                    "load_state_dict."
-                )
-            self._marks.append((0, saved.mark))
-        self._saved, self._is_after_mark = saved, saved.is_over
+        mark = saved.mark
+        if mark is not None and mark.sampler is not None and not is_stateful(self._sampler):
+            raise ValueError(
+                f"the state has a state of the sampler, but a {self.kind} has no load_state_dict."
+            )
+        self._saved = saved
         self._generator_before = saved.generator
         if saved.next_generator is not None:
             _generator_of(self._sampler).set_state(saved.next_generator)
@@ -289,40 +284,42 @@ class _ReplayedOrder(Order):
             set_sampler_epoch(self._sampler, saved.epoch)
 
     def follow(self, before: Order) -> None:
-        assert isinstance(before, _ReplayedOrder)
-        if before._marks and is_stateful(self._sampler):
-            self._marks.append((0, before._marks[-1][1]))
-            self._is_after_mark = True
+        if before._sampler is self._sampler and isinstance(before, _ReplayedOrder):
+            self._is_after_end = before._is_open and is_stateful(self._sampler)
 
     def open(self) -> Iterator[Any]:
-        saved, self._saved, self._is_open = self._saved, None, True
+        saved, self._saved = self._saved, None
+        self._is_open, self._is_after_end = True, False
         self._epoch = _epoch_of(self._sampler)
         generator = _generator_of(self._sampler)
-        if is_stateful(self._sampler) and not self._marks:
-            # Before it is asked for an iterator: some say after that still where they were.
-            self.make_mark()
         with _generator_at(generator, self._generator_before):
             before = generator.get_state()
             if saved is not None and saved.mark is not None:
                 iterator = self._at_mark(saved.mark, is_over=saved.is_over)
+                self._has_ended = saved.mark.has_ended and not saved.is_over
             else:
                 iterator = iter(self._sampler)
-            self.has_marks = is_stateful(self._sampler) or is_stateful(iterator)
-            if self.has_marks:
+            self.is_stateful = is_stateful(self._sampler) or is_stateful(iterator)
+            self.is_replayed = not self.is_stateful
+            if self.is_stateful:
                 # Untouched: its state must not be one index ahead.
                 self._iterator = iterator
-                if not self._marks:
-                    self.make_mark()
-                iterator = self._counted(iterator)
+                iterator = chain(iterator, self._note_end())
+                # What is passed over to resume has been drawn too.
+                self.ahead += islice(iterator, max(0, self.done.stop - len(self.ahead)))
             else:
                 # Most draw with the first index.
                 iterator = chain(list(islice(iterator, 1)), iterator)
             has_drawn = not torch.equal(before, generator.get_state())
             self._generator_before = before if has_drawn else None
-        return left_of(iterator, self.done)
+        return replay(chain(self.ahead, iterator), self)
+
+    def _note_end(self) -> Iterator[Any]:
+        self._has_ended = True
+        yield from ()
 
     def _at_mark(self, mark: _Mark, *, is_over: bool) -> Iterator[Any]:
-        # A copy for each: the mark is still to be saved, and the user's object may change its own.
+        # A copy for each: the user's object may change its own.
         if mark.sampler is not None:
             self._sampler.load_state_dict(copy.deepcopy(mark.sampler))
         if not is_over and not mark.has_ended:
@@ -340,49 +337,32 @@ class _ReplayedOrder(Order):
             self._sampler.load_state_dict(copy.deepcopy(mark.sampler))
         return iter(self._sampler) if is_over else iter(())
 
-    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for index in iterator:
-            self._num_taken += 1
-            yield index
-        self._has_ended = True
-
     def epoch_was_changed(self) -> bool:
         saved = self._saved
         return saved is not None and saved.epoch not in (None, _epoch_of(self._sampler))
 
-    def make_mark(self) -> None:
-        self._marks.append((self._num_taken, self._mark()))
-
-    def _mark(self) -> _Mark:
+    def _mark(self) -> _Mark | None:
+        """Return where the sampler says it is, or None if it has no state."""
         holders = self._sampler, None if self._iterator is self._sampler else self._iterator
+        if not any(map(is_stateful, holders)):
+            return None
         states = (state_of(holder) if is_stateful(holder) else None for holder in holders)
-        return _Mark(self._has_ended, *states)
-
-    def drop_marks_before(self, place: int) -> None:
-        while len(self._marks) > 1 and self._marks[1][0] <= place:
-            self._marks.popleft()
-            self._is_after_mark = False
-
-    @property
-    def first_place(self) -> int:
-        return self._marks[0][0] if self._marks else 0
+        return _Mark(self._has_ended or self._is_after_end, *states)
 
     def state(self) -> SamplerState:
         if self._saved is not None:
             return self._saved
-        mark = self._marks[0][1] if self._marks else None
-        if mark is None and is_stateful(self._sampler):
-            mark = self._mark()
         generator = _generator_of(self._sampler)
-        is_undrawn = generator is not torch.default_generator and not self._is_open
+        is_own = generator is not torch.default_generator
+        # A sampler with a state and a generator of its own has that in its state.
+        is_in_state = self.is_stateful and is_own
         return _ReplayedState(
             kind=self.kind,
             epoch=self._epoch if self._is_open else _epoch_of(self._sampler),
-            # Once an index was taken, the mark says all.
-            generator=self._generator_before if self.first_place == 0 else None,
-            mark=mark,
-            is_over=self._is_after_mark,
-            next_generator=generator.get_state() if is_undrawn else None,
+            generator=None if is_in_state else self._generator_before,
+            mark=self._mark(),
+            is_over=self._is_after_end,
+            next_generator=generator.get_state() if is_own and not self._is_open else None,
         )
 
 
@@ -394,12 +374,20 @@ def sampler_layers(sampler: Any) -> Iterator[Any]:
 
     For all samplers of a loader, begin with its index sampler: the batch sampler, if it has one.
     """
-    for _ in range(4):
+    seen: list[Any] = []
+    while sampler is not None and not any(sampler is layer for layer in seen):
         yield sampler
-        inner = getattr(sampler, "sampler", None)
-        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
-        if sampler is None:
-            return
+        seen.append(sampler)
+        sampler = _wrapped_by(sampler)
+
+
+def _wrapped_by(sampler: Any) -> Any:
+    for name in ("sampler", "batch_sampler"):
+        if (inner := getattr(sampler, name, None)) is not None:
+            return inner
+    # Under any other name only what certainly is a sampler.
+    attributes = getattr(sampler, "__dict__", {}).values()
+    return next((inner for inner in attributes if isinstance(inner, Sampler)), None)
 
 
 def set_sampler_epoch(sampler: Any, epoch: int) -> None:
@@ -415,6 +403,15 @@ def _epoch_of(sampler: Any) -> int | None:
 def _layer_with_epochs(sampler: Any) -> Any:
     has_epochs = (x for x in sampler_layers(sampler) if callable(getattr(x, "set_epoch", None)))
     return next(has_epochs, None)
+
+
+def rank_of(sampler: Any) -> int:
+    """Return the rank whose indices a sampler draws: its own, or that of the process."""
+    for layer in sampler_layers(sampler):
+        for name in ("rank", "process_index"):  # Of torch's samplers, and of accelerate's.
+            if isinstance(rank := getattr(layer, name, None), int):
+                return rank
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _generator_of(sampler: Any) -> torch.Generator:
@@ -438,13 +435,26 @@ def _generator_at(generator: torch.Generator, state: torch.Tensor | None) -> Ite
             generator.set_state(now)
 
 
-def left_of(indices: Iterator[Any], done: Ranges) -> Iterator[Any]:
-    """Return all indices but those at the places that are done."""
-    if not done:
-        return indices
-    gaps = list(done.gaps(sys.maxsize))
-    ends = [0, *(stop for _, stop in gaps)]  # How many indices were taken before each gap.
-    return chain.from_iterable(
-        islice(indices, start - end, stop - end)
-        for (start, stop), end in zip(gaps, ends, strict=False)
-    )
+def replay(indices: Iterator[Any], order: Order) -> Iterator[Any]:
+    """Return all indices but those at the places that are done, after comparing their digest."""
+    left: list[Any] = []
+    found, place = 0, 0
+    for start, stop in order.done:
+        while place < stop:
+            end = start if place < start else min(place + _CHUNK, stop)
+            chunk = list(islice(indices, end - place))
+            if not chunk:
+                break  # The last batch counts as full, so there may be fewer.
+            found = digest_of(chunk, found)
+            if place < start:
+                left += chunk
+            place = end
+    if order.digest is not None and order.digest != found:
+        raise RuntimeError(
+            f"the {order.kind} does not draw the same indices as in the run that saved the state, "
+            "so some samples would be repeated and others lost. It may draw from numpy or random, "
+            "or its weights or the order of its data may have changed. Seed it in set_epoch(), or "
+            "give it state_dict() and load_state_dict(), or use DistributedRandomSampler."
+        )
+    order.digest = found if order.is_replayed else None
+    return chain(left, indices)

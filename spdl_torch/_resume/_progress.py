@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any, Final
 
 from .._permutation import key_of
@@ -114,12 +112,3 @@ class EpochProgress:
 def _derived_seed(*parts: int) -> int:
     # As torch draws them: a positive number of 64 bits.
     return key_of(*parts) >> 1
-
-
-def warn_caller(message: str) -> None:
-    """Warn at the line of the user that has called into this package."""
-    package = __name__.partition(".")[0]
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
+import io
+import pickle
 import zlib
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -97,6 +99,13 @@ class MapState(EpochState):
     """A `SamplerState`: which one depends on the kind of the sampler."""
     done: Ranges
     """The delivered places, counted from the offset."""
+    digest: int | None = None
+    """A digest of the indices up to the last delivered place, if the sampler has to draw them
+    again."""
+    rank: int | None = None
+    """The rank that drew those indices: any rank may load the state, and draws others."""
+    ahead: Any = None
+    """What a sampler with a state had drawn from the offset on."""
     dataset_state: Any = None
 
 
@@ -112,6 +121,8 @@ class Bookmark(State):
     """The epoch has ended too: the next one begins from here."""
     dataset: Any = None
     iterator: Any = None
+    num_since: int | None = None
+    """How many samples were read after the states were taken."""
 
     @property
     def must_be_read_again(self) -> bool:
@@ -222,8 +233,41 @@ def is_stateful(thing: Any) -> bool:
 
 def state_of(thing: Any) -> Any:
     """Return a copy of the state of a user's object, which may change its own later."""
-    try:
-        return copy.deepcopy(thing.state_dict())
-    except StopIteration as error:
-        # It would be taken for the end of the epoch.
-        raise RuntimeError(f"{type(thing).__name__}.state_dict() raised {error!r}") from error
+    return copy.deepcopy(Snapshot(thing))
+
+
+class Snapshot:
+    """The state of a user's object at one moment. Its deep copy is the state itself.
+
+    It is kept as a pickle, which takes a tenth of the time of a deep copy: worker threads take a
+    snapshot at every batch, and most of them are never saved.
+    """
+
+    def __init__(self, thing: Any) -> None:
+        try:
+            state = thing.state_dict()
+        except StopIteration as error:
+            # It would be taken for the end of the epoch.
+            raise RuntimeError(f"{type(thing).__name__}.state_dict() raised {error!r}") from error
+        file = io.BytesIO()
+        try:
+            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(state)
+        except Exception:  # It has parts that cannot be pickled, such as functions.
+            self._copy: Any = copy.deepcopy(state)
+            self._pickle = None
+        else:
+            self._pickle = file.getbuffer()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._copy) if self._pickle is None else pickle.loads(self._pickle)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        # As an array: torch would write a file for each tensor.
+        if type(obj) is not torch.Tensor:
+            return NotImplemented
+        try:
+            return torch.asarray, (obj.numpy(),)
+        except (TypeError, RuntimeError):  # On a device, sparse, or of a type that numpy lacks.
+            return NotImplemented

@@ -1,0 +1,258 @@
+"""Samplers of users on resume: replayed and compared, asked for a state, replaced, wrapped."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import WeightedRandomSampler as Weighted
+
+from spdl_torch import DataLoader
+
+SIZE = 40
+
+
+class Shuffled(Sampler):
+    """Shuffles all indices in its own way."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.order: list[int] | None = None
+        self.position = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self):
+        order = list(range(SIZE))
+        if self.how == "random":
+            random.shuffle(order)
+        elif self.how == "numpy":
+            np.random.shuffle(order)
+        elif self.how == "torch":
+            order = torch.randperm(SIZE).tolist()
+        elif self.how == "seeded":
+            random.Random(3).shuffle(order)
+        return iter(order)
+
+
+class ShuffledBatches(Shuffled):
+    def __iter__(self):
+        indices = super().__iter__()
+        while batch := list(islice(indices, 4)):
+            yield batch
+
+
+class ShuffledWithState(Shuffled):
+    """Keeps its order in its state."""
+
+    def __iter__(self):
+        if self.order is None:
+            self.order, self.position = list(super().__iter__()), 0
+        while self.position < SIZE:
+            self.position += 1
+            yield self.order[self.position - 1]
+        self.order = None
+
+    def state_dict(self):
+        return {"order": self.order, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.order, self.position = state["order"], state["position"]
+
+
+def reseed(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def values(batches):
+    return [value for batch in batches for value in batch.tolist()]
+
+
+@given(
+    how=st.sampled_from(["random", "numpy", "torch", "seeded"]),
+    cls=st.sampled_from([Shuffled, ShuffledBatches, ShuffledWithState]),
+    workers=st.sampled_from([0, 1, 3]),
+    in_order=st.booleans(),
+    stops=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 7), min_size=4, max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_silent_loss_or_repetition(how, cls, workers, in_order, stops, sizes):
+    """A resumed epoch delivers each sample once, or the error says that it cannot."""
+    delivered, state, refused = [], {}, ""
+    for number, size in enumerate(sizes[: len(stops) + 1]):
+        reseed(number)
+        name = "batch_sampler" if cls is ShuffledBatches else "sampler"
+        options = {name: cls(how)} | ({} if cls is ShuffledBatches else {"batch_size": size})
+        loader = DataLoader(range(SIZE), num_workers=workers, in_order=in_order, **options)
+        with loader:
+            loader.load_state_dict(state)
+            iterator = iter(loader)
+            try:
+                delivered += values(islice(iterator, *stops[number : number + 1] or [None]))
+            except RuntimeError as error:
+                refused = str(error)
+                break
+            state = loader.state_dict()
+    may_be_refused = how in ("random", "numpy") and cls is not ShuffledWithState
+    is_complete = sorted(delivered) == list(range(SIZE))
+    assert is_complete or (may_be_refused and "does not draw the same indices" in refused)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_unrepeatable_sampler_is_refused(kind, workers):
+    """A sampler that draws other indices on resume is an error that says what to do."""
+    cls = Shuffled if kind == "sampler" else ShuffledBatches
+    loaders = [
+        DataLoader(range(SIZE), num_workers=workers, **{kind: cls("numpy")}) for _ in range(2)
+    ]
+    np.random.seed(0)
+    next(islice(loaders[0], 5, None))
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(RuntimeError, match=r"numpy.*set_epoch.*state_dict"):
+        next(iter(loaders[1]))
+
+
+def test_changed_torch_weights_are_refused():
+    """Weights of torch's sampler that have changed draw other indices."""
+    loader, other = (
+        DataLoader(range(SIZE), sampler=Weighted(weights, SIZE, replacement=False))
+        for weights in (torch.arange(1.0, SIZE + 1), torch.arange(SIZE, 0.0, -1))
+    )
+    next(islice(loader, 5, None))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(RuntimeError, match="weights"):
+        next(iter(other))
+
+
+class Counted(ShuffledWithState):
+    num_asked = 0
+
+    def state_dict(self):
+        self.num_asked += 1
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sampler_state_is_taken_when_asked(workers):
+    """A sampler is asked for its state by state_dict() and not by each batch."""
+    sampler = Counted("torch")
+    loader = DataLoader(range(SIZE), batch_size=4, sampler=sampler, num_workers=workers)
+    iterator = iter(loader)
+    first = values(islice(iterator, 3))
+    assert sampler.num_asked == 0
+    state = loader.state_dict()
+    assert sampler.num_asked == 1
+    rest = values(iterator)
+    again = DataLoader(range(SIZE), batch_size=7, sampler=Counted("torch"), num_workers=1)
+    again.load_state_dict(state)
+    assert values(again) == rest
+    assert sorted(first + rest) == list(range(SIZE))
+
+
+class Counting(IterableDataset):
+    """Counts, and how often it was asked for its state."""
+
+    asked: ClassVar[list[int]] = []
+    """The numbers at which it was asked. Workers have copies of the dataset, but one class."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self):
+        while self.number < 60:
+            self.number += 1
+            yield self.number, torch.rand(())
+
+    def state_dict(self):
+        self.asked.append(self.number)
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("num_batches", [1, 4, 5, 6, 11])
+def test_steps_between_snapshots_are_replayed(num_batches):
+    """The samples after the last snapshot are read again with the same random numbers."""
+    loader, other = (
+        DataLoader(Counting(), batch_size=3, num_workers=1, seed=4, snapshot_every_n_steps=5)
+        for _ in range(2)
+    )
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    state = loader.state_dict()
+    (worker,) = state["workers"]
+    assert worker["num_samples"] == 3 * num_batches
+    assert worker["dataset"]["number"] < worker["num_samples"] or num_batches in (1, 5)
+    other.load_state_dict(state)
+    expected = [[part.tolist() for part in batch] for batch in iterator]
+    assert [[part.tolist() for part in batch] for batch in other] == expected
+
+
+def test_snapshots_are_as_rare_as_asked():
+    """An iterable dataset is asked for its state after every n-th batch of a worker."""
+    num_asked = []
+    for every in (1, 10):
+        Counting.asked.clear()
+        options = {"num_workers": 1, "snapshot_every_n_steps": every}
+        assert len(list(DataLoader(Counting(), batch_size=2, **options))) == 30
+        num_asked.append(len(Counting.asked))
+    assert num_asked[0] >= 30
+    assert num_asked[1] <= 6
+
+
+class Backwards(Sampler):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self):
+        return iter(range(7, -1, -1))
+
+
+@pytest.mark.parametrize("moment", ["saved", "loaded", "made"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_replaced_sampler_is_used(moment, workers):
+    """A sampler that is set on the batch sampler before the first batch decides the order."""
+    loader = DataLoader(range(8), batch_size=4, num_workers=workers)
+    state = loader.state_dict()
+    if moment == "loaded":
+        loader.load_state_dict(state)
+    iterator = iter(loader) if moment == "made" else None
+    loader.batch_sampler.sampler = Backwards()
+    assert values(iterator or loader) == list(range(7, -1, -1))
+    assert values(loader) == list(range(7, -1, -1))
+
+
+class Wrapper(Sampler):
+    """Wraps a sampler under a name of its own."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+def test_set_epoch_reaches_wrapped_sampler():
+    """set_epoch() finds a sampler inside others, whatever they call it."""
+    sampler = DistributedSampler(range(8), num_replicas=1, rank=0)
+    batches = BatchSampler(Wrapper(Wrapper(sampler)), 2, drop_last=False)
+    loader = DataLoader(range(8), batch_sampler=Wrapper(batches))
+    loader.set_epoch(5)
+    assert sampler.epoch == 5

@@ -7,6 +7,7 @@ from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._device import transfer
 from ._engine import LoopStats, Span, StageStats
+from ._install import install
 from ._profiling import CachedLoader, Headroom, Profile, Scaling
 from ._random import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
@@ -38,6 +39,7 @@ __all__ = [
     "TooManyBadSamples",
     "Verdict",
     "__version__",
+    "install",
     "sample_rng",
     "transfer",
 ]

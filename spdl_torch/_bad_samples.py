@@ -7,12 +7,15 @@ import contextlib
 import json
 import operator
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import floor
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from ._random import restart_sample
 
@@ -297,18 +300,26 @@ def _text_of(error: BaseException) -> str:
 
 
 def path_of(dataset: Any, index: Any, error: BaseException | None = None) -> str | None:
-    """Return the file of a sample, if the exception or the dataset knows it."""
+    """Return the file of a sample, if it is known which one that is.
+
+    The exception may name it, a torchvision folder has it, and so has a list `imgs`, `paths` or
+    `files` of the dataset with one path for each sample. A list of another length is not one of
+    samples but, for example, of shards. This does not look for the file: storage may be stuck.
+    """
     with contextlib.suppress(Exception):  # Attributes of these names may be anything.
         for name in ("path", "filename"):
             if isinstance(path := getattr(error, name, None), str | os.PathLike):
                 return os.fspath(path)
         while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset.
             dataset, index = dataset.dataset, dataset.indices[index]
-    for name in ("samples", "imgs", "paths", "files"):
+    folder = sys.modules.get("torchvision.datasets.folder")
+    is_folder = folder is not None and isinstance(dataset, folder.DatasetFolder)
+    for name in ("samples",) if is_folder else ("imgs", "paths", "files"):
         with contextlib.suppress(Exception):
-            found = getattr(dataset, name)[index]
-            if isinstance(found, tuple | list) and found:
-                found = found[0]
-            if isinstance(found, str | os.PathLike):
-                return os.fspath(found)
+            found = getattr(dataset, name)
+            # Only what is indexed by position: a table may be indexed by the labels of its rows.
+            if isinstance(found, Sequence | np.ndarray) and len(found) == len(dataset):
+                path = found[index][0] if is_folder else found[index]
+                if isinstance(path, str | os.PathLike):
+                    return os.fspath(path)
     return None

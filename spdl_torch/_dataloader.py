@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from ._bad_samples import BadSample, BadSamplePolicy, ReplaceBadSamples, RetryLoad
 from ._dataset import collate_of
 from ._device import device_of
+from ._engine import warn_caller
 from ._epochs import Epochs
 from ._event_loops import EventLoop
 from ._iterator import EpochIterator, LiveIterators
@@ -56,8 +56,9 @@ class DataLoader(
             `ReplaceBadSamples`, `RetryLoad`, or one of each in a list. For map-style datasets.
         device: batches arrive on this device, copied in the background; ``"cuda"`` is the current
             device of the thread that makes the loader. Nothing is copied for ``"cpu"``.
-        snapshot_every_n_steps: has no effect. It is accepted because torchdata's
-            `StatefulDataLoader` has it; `state_dict` is exact after every batch.
+        snapshot_every_n_steps: after how many batches each worker thread takes the state of an
+            iterable dataset that has one. To resume, the samples after it are read again, so
+            `state_dict` is exact after every batch. Raise it if the dataset's state is large.
         stats_interval: log a line about the running epoch every so many seconds, to the logger
             ``"spdl_torch"`` at level INFO. Default: never.
 
@@ -74,6 +75,10 @@ class DataLoader(
     """
 
     __module__ = "spdl_torch"
+
+    # A subclass that was written for torch's class may not call this __init__, as torchdata's
+    # StatefulDataLoader does not. Then it has workers of its own or torch's.
+    worker_method: Literal["thread", "multiprocessing"] = "multiprocessing"
 
     def __init__(
         self,
@@ -263,13 +268,12 @@ class DataLoader(
         cores = num_cores()
         most = max(64, 16 * cores)
         if self.num_workers > most:
-            warnings.warn(
+            warn_caller(
                 f"This DataLoader will create {self.num_workers} worker threads on {cores} "
                 "cores. Please be aware that excessive worker creation might get DataLoader "
                 "running slow or even freeze, lower the worker number to avoid potential "
                 f"slowness/freeze if necessary. Up to {most} can be of use for samples that wait "
-                "for I/O, about one per core for the others.",
-                stacklevel=3,
+                "for I/O, about one per core for the others."
             )
 
     def close(self) -> None:
@@ -281,6 +285,8 @@ class DataLoader(
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        if not hasattr(self, "_epochs"):  # A subclass that has not called our __init__.
+            return self.__dict__
         # Threads cannot be copied; the copy starts its own.
         epochs = self._epochs.copied(LoaderSettings.of(self))
         return self.__dict__ | {"_iterator": None, "_live": LiveIterators(), "_epochs": epochs}

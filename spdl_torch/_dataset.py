@@ -27,7 +27,8 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
 
     Override `load` (or `load_many`), and `preprocess` and `collate` if you need them. `DataLoader`
     runs each hook in the workers of its stage. torch's own `DataLoader` calls them one after the
-    other.
+    other. A class that overrides `__getitem__` or `__getitems__` is not split: that method makes
+    its samples, with any number of workers.
 
     >>> class Lengths(StagedDataset):
     ...     def __len__(self): return 4
@@ -40,12 +41,15 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
     __module__ = "spdl_torch"
 
     def load(self, index: Any) -> Any:
-        """I/O: return the raw form of a sample, such as a file's bytes. May be `async def`."""
+        """I/O: return the raw form of a sample, such as a file's bytes. May be `async def`.
+
+        A plain function must not return an awaitable: only an `async def` runs in an event loop.
+        """
         if self.load_many is None:
             raise NotImplementedError(
                 f"{type(self).__name__} needs a load(index) or a load_many(indices) method."
             )
-        (raw,) = finished(self.load_many([index]))
+        (raw,) = completed(self.load_many, [index])
         return raw
 
     load_many: Callable[[Any], Any] | None = None
@@ -63,16 +67,18 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
         return default_collate(samples)
 
     def __getitem__(self, index: Any) -> SampleT_co:
-        return self.preprocess(finished(self.load(index)))  # type: ignore[no-any-return]
+        return self.preprocess(completed(self.load, index))  # type: ignore[no-any-return]
 
     @property
     def __getitems__(self) -> Callable[[Any], list[SampleT_co]] | None:
         # A property, because torch checks that the attribute exists *and* is true.
-        return None if self.load_many is None else self._load_and_preprocess_many
+        # An overridden `__getitem__` makes the samples of batches too.
+        is_overridden = type(self).__getitem__ is not StagedDataset.__getitem__
+        return None if self.load_many is None or is_overridden else self._load_and_preprocess_many
 
     def _load_and_preprocess_many(self, indices: Any) -> list[SampleT_co]:
         assert self.load_many is not None
-        return [self.preprocess(raw) for raw in finished(self.load_many(indices))]
+        return [self.preprocess(raw) for raw in completed(self.load_many, indices)]
 
     @staticmethod
     def from_functions(
@@ -98,12 +104,17 @@ class StagedDataset(Dataset[SampleT_co], Generic[SampleT_co]):
             hooks["load"] = partial(_at, load, source)
         elif load_many is None:
             hooks["load"] = partial(getitem, source)
-        return _FunctionDataset(source, hooks)
+        loads = load is not None or load_many is not None
+        return _FunctionDataset(source, hooks, paths=source if loads else None)
 
 
 class _FunctionDataset(StagedDataset[Any]):
-    def __init__(self, source: Sequence[Any], hooks: dict[str, Hook | None]) -> None:
+    def __init__(
+        self, source: Sequence[Any], hooks: dict[str, Hook | None], paths: Sequence[Any] | None
+    ) -> None:
         self._source = source
+        self.paths = paths
+        """What `load` is called with, for errors to name it; None if the elements are the data."""
         # Attributes, which take the place of the methods.
         vars(self).update((name, hook) for name, hook in hooks.items() if hook is not None)
 
@@ -147,9 +158,7 @@ def hooks_of(dataset: Any, *, batched: bool) -> Hooks:
         return _subset_hooks(dataset, batched)
     if _is_image_folder(dataset):
         return Hooks(partial(_read_of_folder, dataset), partial(_decode_of_folder, dataset))
-    if batched and getattr(dataset, "__getitems__", None):
-        return Hooks(load=None, preprocess=dataset.__getitems__, preprocess_takes_batch=True)
-    return Hooks(load=None, preprocess=_getitem_of(dataset))
+    return _fused_hooks(dataset, batched)
 
 
 def collate_of(dataset: Any) -> Hook | None:
@@ -168,6 +177,8 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
                 f"{type(dataset).__name__}.{name} is `async def`, but only load and load_many may "
                 "be: only I/O gains from asynchronous code. Make it a plain function."
             )
+    if not _is_split(type(dataset)):
+        return _fused_hooks(dataset, batched)
     is_identity = _is_default(dataset.preprocess, StagedDataset.preprocess)
     load: Any = dataset.load
     takes_batch = batched and dataset.load_many is not None
@@ -176,6 +187,20 @@ def _staged_hooks(dataset: StagedDataset[Any], batched: bool) -> Hooks:
     elif _is_default(load, StagedDataset.load) and _is_async(dataset.load_many):
         load = partial(_load_one_of_many, dataset.load_many)
     return Hooks(load, None if is_identity else dataset.preprocess, _is_async(load), takes_batch)
+
+
+def _is_split(cls: type[StagedDataset[Any]]) -> bool:
+    """Return whether the class leaves it to its load and preprocess hooks to make the samples."""
+    return all(
+        getattr(cls, name) is getattr(StagedDataset, name)
+        for name in ("__getitem__", "__getitems__")
+    )
+
+
+def _fused_hooks(dataset: Any, batched: bool) -> Hooks:
+    if batched and getattr(dataset, "__getitems__", None):
+        return Hooks(load=None, preprocess=dataset.__getitems__, preprocess_takes_batch=True)
+    return Hooks(load=None, preprocess=_getitem_of(dataset))
 
 
 def _is_default(method: Any, default: Any) -> bool:
@@ -200,6 +225,7 @@ def _is_image_folder(dataset: Any) -> bool:
         return False
     return (
         getattr(type(dataset), "__getitem__", None) is folder.DatasetFolder.__getitem__
+        and not getattr(dataset, "__getitems__", None)
         and isinstance(dataset.loader, image.ImageLoader)
         and type(dataset.loader).__call__ is image.ImageLoader.__call__
     )
@@ -231,8 +257,8 @@ async def _load_one_of_many(load_many: Any, index: Any) -> Any:
 
 
 def _is_async(function: Any) -> bool:
-    if isinstance(function, partial) and function.func in (_at, _all_at):
-        function = function.args[0]
+    while isinstance(function, partial):
+        function = function.args[0] if function.func in (_at, _all_at) else function.func
     call = getattr(function, "__call__", None)  # noqa: B004 (asks what kind it is, not whether it is there)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -262,14 +288,28 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def finished(result: Any) -> Any:
-    """Return what a hook returned or, if that is awaitable, its result."""
+def completed(hook: Hook, value: Any) -> Any:
+    """Call a hook and return its result; if it is `async def`, run it in an event loop first.
+
+    An awaitable of any other function is refused, with and without workers. A loader must know
+    before the first call that a load hook needs its event loop: without one, each worker thread
+    would run the awaitable in a loop of its own, and a client session belongs to one loop.
+    """
+    result = hook(value)
     if not inspect.isawaitable(result):
         return result
+    if not _is_async(hook):
+        if inspect.iscoroutine(result):
+            result.close()  # Without a warning that it was never awaited.
+        raise TypeError(
+            f"a dataset's load or load_many returned an awaitable ({type(result).__name__}), but "
+            "it is not declared `async def`. Declare it so, and await the result in it: "
+            "`async def load(...): return await ...`."
+        )
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return _runner_of_thread.run(result)
     # The event loop of this thread is running this very call, as in a notebook.
     with ThreadPoolExecutor(max_workers=1) as helper:
-        return helper.submit(finished, result).result()
+        return helper.submit(_runner_of_thread.run, result).result()

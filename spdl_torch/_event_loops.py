@@ -8,6 +8,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 
@@ -30,7 +31,8 @@ class EventLoop:
         try:
             loop, process_id = self._idle.pop()
         except IndexError:
-            return self._new()
+            # A loop keeps the context that it is made in, whose values may refer to the loader.
+            return Context().run(self._new)
         if process_id == os.getpid():
             return loop
         _close_or_keep(loop, process_id)  # Inherited by a fork.

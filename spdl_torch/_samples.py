@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ._bad_samples import substitutes
-from ._dataset import Hooks, finished, hooks_of
+from ._dataset import Hooks, completed, hooks_of
 from ._engine import NUM_EARLIER, WorkerCursor, check_count
 from ._random import Key, KeyCursor, SampleRngMode
 from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
@@ -143,7 +143,7 @@ class SampleMaker(Dataset[Any]):
     def _load(self) -> Callable[[Any], Any]:
         load = self._hooks.load
         assert load is not None
-        return self._policy.retried(lambda drawn: finished(load(drawn)))
+        return self._policy.retried(partial(completed, load))
 
     def _move_to(self, draw: Draw, slot: int, stage: int) -> None:
         if draw.keys is not None:

@@ -47,6 +47,7 @@ class LoaderSettings:
     preprocess_executor: Executor | None
     copy_dataset: bool
     seed: int | None
+    snapshot_every_n_steps: int | None
     stats_interval: float | None
     device: torch.device | None
     """The device that batches are copied to; None for the CPU."""
@@ -140,7 +141,7 @@ def check_arguments(
             "prefetch_factor must be at least 1, got 0. Leave it out for the default of 2, "
             "or set num_workers=0 to load in the calling thread."
         )
-    for name in ("num_io_workers", "num_cpu_workers", "buffer_size"):
+    for name in ("num_io_workers", "num_cpu_workers", "buffer_size", "snapshot_every_n_steps"):
         count = getattr(loader, name)
         if not isinstance(count, int | None):
             raise TypeError(f"{name} must be an int, got {count!r}. Leave it out for the default.")
@@ -202,11 +203,12 @@ def _check_combination(loader: Any, dataset: Any, num_workers: int) -> None:
     if retry is not None:
         raise ValueError(
             f"RetryLoad calls a dataset's load again, but {type(dataset).__name__} has none. "
-            "Make it a StagedDataset, or try again in its __getitem__."
+            "Make it a StagedDataset without a __getitem__ of its own, or try again in there."
         )
     warnings.warn(
         f"num_io_workers={loader.num_io_workers} changes nothing: {type(dataset).__name__} has no "
-        "load stage. Make it a StagedDataset, or raise num_workers.",
+        "load stage. Make it a StagedDataset without a __getitem__ of its own, or raise "
+        "num_workers.",
         stacklevel=4,
     )
 

@@ -1,4 +1,4 @@
-"""What this package changes in torch. No other module changes anything there.
+"""What this package changes in torch when it is imported. No other module does that.
 
 Two groups of functions get other code: `torch.utils.data.get_worker_info()`, which answers for the
 calling thread first, and the seeding functions such as `torch.manual_seed()`, which act on the RNG

@@ -32,6 +32,8 @@ VerdictKind = Literal[
 
 _LITTLE_WAITING: Final = 0.05
 """A loop that waits for a smaller share of its time has little to gain from a faster loader."""
+_LITTLE_SLOWER: Final = 0.05
+"""Worker threads that can have taken no more than this share of the steps did not slow them."""
 _BUSY: Final = 0.5
 """A stage whose workers are busy for a smaller share of their time is not the bottleneck."""
 _ONE_IS_BUSY: Final = 0.8
@@ -60,7 +62,7 @@ class Verdict:
         >>> verdict = Verdict("io-bound", "io-bound: 3.9 of 4 load workers busy.", "Raise it.")
         >>> print(verdict)
         io-bound: 3.9 of 4 load workers busy. Raise it.
-        >>> verdict.kind == "training-bound"  # Then a faster loader would not help.
+        >>> verdict.kind == "training-bound"  # Then the loop hardly waits for the loader.
         False
 
     """
@@ -192,11 +194,45 @@ def _about_loop(stats: _Stats) -> Iterator[Verdict]:
         )
     if loop.waited_share < _LITTLE_WAITING:
         step = _duration(loop.step_seconds / loop.num_batches)
+        steps = f"{_waited(stats)}, its steps took {step} each"
+        thread_seconds, lost_seconds = _cost_of_threads(stats)
+        if lost_seconds > _LITTLE_SLOWER * loop.step_seconds:
+            num_cores = thread_seconds / stats.elapsed_seconds
+            lost = _duration(lost_seconds / loop.num_batches)
+            yield _verdict(
+                "training-bound",
+                f"{steps}, up to {lost} of that because worker threads used {num_cores:.1f} cores "
+                "meanwhile.",
+                "They may slow the steps: loader.profile(step=...) times these without workers. If "
+                "they are faster then, use fewer workers, or "
+                'worker_method="multiprocessing" if the dataset holds the GIL.',
+            )
         yield _verdict(
             "training-bound",
-            f"{_waited(stats)}, its steps took {step} each.",
+            f"{steps}.",
             "The loader is not the bottleneck: tuning it will not help.",
         )
+
+
+def _cost_of_threads(stats: _Stats) -> tuple[float, float]:
+    """Return the CPU time of worker threads, and the most that the steps can have lost to them.
+
+    A step loses time while a worker has the GIL or the core that it needs. So it does not lose more
+    than the workers use, nor more than its own threads are off a core. Of these only the loop's
+    thread is measured. Others, such as OpenMP's, may lose as much as they use.
+    """
+    loop = stats.loop
+    thread_seconds = _cpu_seconds_of_threads(stats)
+    rest_seconds = max(0.0, stats.cpu_seconds - thread_seconds - loop.step_cpu_seconds)
+    # An executor may have threads in this process, or processes.
+    executor_seconds = sum(s.cpu_seconds for s in stats.stages if s.workers == "executor")
+    thread_seconds += min(executor_seconds, rest_seconds)
+    off_core_seconds = loop.step_seconds - loop.step_cpu_seconds
+    return thread_seconds, min(thread_seconds, off_core_seconds + rest_seconds, loop.step_seconds)
+
+
+def _cpu_seconds_of_threads(stats: _Stats) -> float:
+    return sum(stage.cpu_seconds for stage in stats.stages if stage.workers != "executor")
 
 
 def _about_loader(stats: _Stats) -> Iterator[Verdict]:
@@ -210,8 +246,9 @@ def _about_loader(stats: _Stats) -> Iterator[Verdict]:
         yield _verdict(
             "process-bound",
             f"{_waited(stats)} for worker processes, which are not measured.",
-            'Raise num_workers up to the number of cores, or use worker_method="thread" to see the '
-            "stages.",
+            "Raise num_workers up to the number of cores. Use "
+            'worker_method="thread", which measures the stages, only if the dataset releases the '
+            "GIL: otherwise it is slower.",
         )
     load = stats.stage("load")
     if load is not None and load.workers == "async":
@@ -370,8 +407,8 @@ def _compute_less(stats: _Stats, busiest: _Load) -> str:
 
 def _who_else(stats: _Stats) -> str:
     """Return what uses the cores that the workers wait for."""
-    of_stages = sum(stage.cpu_seconds for stage in stats.stages if stage.workers != "executor")
-    num_cores = (stats.cpu_seconds - of_stages) / stats.elapsed_seconds
+    rest_seconds = stats.cpu_seconds - _cpu_seconds_of_threads(stats)
+    num_cores = rest_seconds / stats.elapsed_seconds
     if num_cores > 0.25 * stats.num_cores:
         return f"the rest of this process, with the training loop, uses {num_cores:.1f}"
     return "other programs use this machine"

@@ -1,4 +1,4 @@
-"""What makes a thread a torch worker: worker info, seeds, dataset copy, device, profiler marks."""
+"""What makes a thread a torch worker: info, seeds, dataset copy, modes, device, profiler marks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import CodeType, MethodType
 from typing import Any, Final
@@ -27,7 +28,7 @@ from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 from torch.utils.data.graph_settings import apply_random_seed
 
 from ._collate import default_collate
-from ._dataset import Hooks, hooks_of
+from ._dataset import Hooks, completed, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
 from ._engine import PendingBatch, WorkerCursor
@@ -60,6 +61,9 @@ class WorkerSetup:
     `dataset` is as torch has prepared it, `shard` the number of ranks and the number of this one,
     and `pin_device` the type of device that batches are pinned for, if they are.
     """
+
+    modes: ThreadModes
+    """Those that workers work in. The source sets them when it starts the workers."""
 
     def __init__(
         self,
@@ -96,35 +100,36 @@ class WorkerSetup:
 
     def _enter(self, worker_id: int) -> Any:
         """Make the calling thread a worker, and return its dataset."""
-        _use_one_intra_op_thread()
-        if self._pin_device is not None:
-            torch.accelerator.set_device_index(self._device_index)
-        if self.transfer is not None:
-            self.transfer.enter()
-        dataset = self.dataset
-        if self._copies is not None:
-            inner = self._copies.make()
-            dataset = type(dataset)(inner) if _is_wrapped(dataset) else inner
-        set_worker_info(
-            WorkerInfo(
-                id=worker_id,
-                num_workers=self.num_workers,
-                seed=self._base_seed + worker_id,
-                dataset=dataset,
-                rng=CurrentRng(),  # type: ignore[arg-type]
-                worker_method="thread",
+        self.modes.adopt()
+        with self.modes.inference() or nullcontext():
+            if self._pin_device is not None:
+                torch.accelerator.set_device_index(self._device_index)
+            if self.transfer is not None:
+                self.transfer.enter()
+            dataset = self.dataset
+            if self._copies is not None:
+                inner = self._copies.make()
+                dataset = type(dataset)(inner) if _is_wrapped(dataset) else inner
+            set_worker_info(
+                WorkerInfo(
+                    id=worker_id,
+                    num_workers=self.num_workers,
+                    seed=self._base_seed + worker_id,
+                    dataset=dataset,
+                    rng=CurrentRng(),  # type: ignore[arg-type]
+                    worker_method="thread",
+                )
             )
-        )
-        if self._shard is not None:
-            with _datapipe_graphs:
-                _sharding_worker_init_fn(None, *self._shard, worker_id)
-        if (worker_init_fn := self.settings.worker_init_fn) is not None:
-            # As torch seeds its worker processes.
-            random.seed(self._base_seed + worker_id)
-            np.random.seed(_generate_state(self._base_seed, worker_id))
-            torch.default_generator.manual_seed(self._base_seed + worker_id)
-            of_copy(worker_init_fn, self.dataset, dataset)(worker_id)
-        return dataset
+            if self._shard is not None:
+                with _datapipe_graphs:
+                    _sharding_worker_init_fn(None, *self._shard, worker_id)
+            if (worker_init_fn := self.settings.worker_init_fn) is not None:
+                # As torch seeds its worker processes.
+                random.seed(self._base_seed + worker_id)
+                np.random.seed(_generate_state(self._base_seed, worker_id))
+                torch.default_generator.manual_seed(self._base_seed + worker_id)
+                of_copy(worker_init_fn, self.dataset, dataset)(worker_id)
+            return dataset
 
     def _hooks_of(self, dataset: Any) -> Hooks:
         return hooks_of(dataset, batched=self.settings.uses_batch_hooks)
@@ -140,17 +145,17 @@ class WorkerSetup:
         load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
         mode = None if _draws_nothing(load) else SampleRngMode(_SlotCursor(self, cursor, LOAD))
-        cursor.task_context = _Marked("load", mode, cursor)
+        cursor.task_context = _Marked("load", self.modes.inference(), mode, cursor=cursor)
 
         def pause(seconds: float) -> bool:
             assert cursor.batch is not None
             return cursor.batch.epoch.pause(seconds)
 
-        return self.settings.bad_sample_policy.retried(load, pause), None
+        return self.settings.bad_sample_policy.retried(partial(completed, load), pause), None
 
     def async_load_worker(
         self, worker_id: int
-    ) -> tuple[Hook, Callable[[PendingBatch, int], AbstractContextManager[Any]], SampleRngMode]:
+    ) -> tuple[Hook, Callable[[PendingBatch, int], AbstractContextManager[Any]], _Marked]:
         """Make the calling thread the worker of an asynchronous load stage.
 
         Returns its load hook, the context of a task, and the context of the thread. The tasks take
@@ -159,7 +164,8 @@ class WorkerSetup:
         load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
         retried = self.settings.bad_sample_policy.retried_async(load)
-        return retried, partial(_task_context, self), SampleRngMode()
+        thread_context = _Marked(None, self.modes.inference(), SampleRngMode())
+        return retried, partial(_task_context, self), thread_context
 
     def preprocess_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook | None, Hook]:
         """Make the calling thread a worker of the last stage; return its hook and its collate."""
@@ -168,7 +174,7 @@ class WorkerSetup:
         mode = None
         if not (_draws_nothing(preprocess) and _is_torchs(self._collate_fn)):
             mode = SampleRngMode(_SlotCursor(self, cursor, PREPROCESS))
-        cursor.task_context = _Marked("preprocess", mode, cursor)
+        cursor.task_context = _Marked("preprocess", self.modes.inference(), mode, cursor=cursor)
         return preprocess, collate if self.settings.batched else lambda samples: collate(samples[0])
 
     def label(self, batch: PendingBatch, slot: int, value: Any) -> tuple[Any, Key]:
@@ -196,7 +202,8 @@ class WorkerSetup:
             return setup().progress.sample_key(worker_id, number)  # type: ignore[no-any-return]
 
         dataset = self._enter(worker_id)
-        cursor.task_context = _Marked("iterate", SampleRngMode(CountCursor(count, key)), cursor)
+        mode = SampleRngMode(CountCursor(count, key))
+        cursor.task_context = _Marked("iterate", self.modes.inference(), mode, cursor=cursor)
         return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
 
     def _open_iterable(
@@ -221,7 +228,7 @@ class WorkerSetup:
                     else:  # The next batch is what comes after the error.
                         batch.position = worker_id, reader.bookmark()
                 raise
-            batch.position = worker_id, reader.bookmark()
+            batch.position = worker_id, reader.bookmark_after_step()
             return samples
 
         return draw
@@ -238,20 +245,13 @@ class WorkerSetup:
     def transfer_worker(self) -> Hook:
         """Make the calling thread the one that copies batches; return what copies one."""
         assert self.transfer is not None
-        _use_one_intra_op_thread()
+        self.modes.adopt()
         self.transfer.enter()
-        return _Marked("transfer")(self.transfer.send)
+        return _Marked("transfer", self.modes.inference())(self.transfer.send)
 
 
 def _is_wrapped(dataset: Any) -> bool:
     return isinstance(dataset, _DataPipeSerializationWrapper)
-
-
-def _use_one_intra_op_thread() -> None:
-    # For this thread only. Otherwise each worker's resize and stack would use the intra-op threads
-    # of all cores, and the workers would compete for them.
-    torch.set_num_threads(1)
-    torch.get_num_threads()
 
 
 def collate_into(collate: Hook, transfer: Transfer | None, pin_device: str | None) -> Hook:
@@ -266,6 +266,77 @@ def collate_into(collate: Hook, transfer: Transfer | None, pin_device: str | Non
     if is_default:
         collate = partial(default_collate, empty=partial(torch.empty, pin_memory=True))
     return lambda samples: pin_memory(collate(samples), pin_device)
+
+
+# -- what a worker has from the thread that starts it ---------------------------------------------
+
+_num_intra_op_threads: ContextVar[int | None] = ContextVar("spdl_torch_threads", default=None)
+"""In a worker, which has one intra-op thread: the number of the process."""
+
+
+class ThreadModes:
+    """What torch and NumPy keep for each thread, as the thread has it that starts the workers.
+
+    A worker process has it from the process that it was forked from.
+    """
+
+    def __init__(self) -> None:
+        self.num_intra_op_threads = _num_intra_op_threads.get() or torch.get_num_threads()
+        self._enables_grad = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        accelerator = torch.accelerator.current_accelerator()
+        self._autocast_dtypes = {
+            device_type: torch.get_autocast_dtype(device_type)
+            for device_type in {"cpu", "cuda" if accelerator is None else accelerator.type}
+            if torch.is_autocast_enabled(device_type)
+        }
+        self._numpy_errors = np.geterr()
+
+    def adopt(self) -> None:
+        """Let the calling thread work in the same modes, but with one intra-op thread.
+
+        With more, each worker's resize and stack would use the intra-op threads of all cores, and
+        the workers would compete for them.
+        """
+        _num_intra_op_threads.set(self.num_intra_op_threads)
+        torch.set_num_threads(1)
+        torch.get_num_threads()
+        torch.set_grad_enabled(self._enables_grad)
+        for device_type, dtype in self._autocast_dtypes.items():
+            torch.set_autocast_enabled(device_type, True)
+            torch.set_autocast_dtype(device_type, dtype)
+            # All threads have one cache, which is cleared when the training loop leaves autocast.
+            torch.set_autocast_cache_enabled(False)
+        np.seterr(**self._numpy_errors)
+
+    def inference(self) -> AbstractContextManager[Any] | None:
+        """Return inference mode, if it is one of them: a thread cannot be in it for good."""
+        return torch.inference_mode() if self._is_inference else None
+
+
+@contextlib.contextmanager
+def inherit_modes() -> Iterator[ThreadModes]:
+    """Return the modes of the calling thread, for workers that are started inside of this."""
+    modes = ThreadModes()
+    # A thread that needs its number of intra-op threads for the first time takes the number that
+    # was last set anywhere. So this thread takes its own before the workers set theirs, and sets it
+    # again afterwards, for the threads to come.
+    own_number = torch.get_num_threads()
+    # In a forked child the first call that sets it makes torch's thread pool again, and one that
+    # comes meanwhile finds none and fails.
+    torch.set_num_threads(own_number)
+    try:
+        yield modes
+    finally:
+        torch.set_num_threads(own_number)
+        if own_number != modes.num_intra_op_threads:
+            # This thread is a worker of another loader, and keeps its own number. For the threads
+            # to come, another thread sets that of the process.
+            setter = threading.Thread(
+                target=torch.set_num_threads, args=[modes.num_intra_op_threads]
+            )
+            setter.start()
+            setter.join()
 
 
 # -- what a worker is inside of while it works ----------------------------------------------------
@@ -361,7 +432,7 @@ def profiler_runs() -> bool:
 
 
 class _Marked(contextlib.ContextDecorator, AbstractContextManager[None]):
-    """A context with a mark around it in the trace of torch's profiler, if that runs.
+    """Contexts with a mark around them in the trace of torch's profiler, if that runs.
 
     A worker has one of these and enters it for each task, which is often many batches. With the
     cursor of the worker, the batches that it collates are marked too. It is not made with
@@ -370,24 +441,26 @@ class _Marked(contextlib.ContextDecorator, AbstractContextManager[None]):
 
     def __init__(
         self,
-        stage: str,
-        inner: AbstractContextManager[Any] | None = None,
+        stage: str | None,  # None: without a mark.
+        *contexts: AbstractContextManager[Any] | None,
         cursor: WorkerCursor | None = None,
     ) -> None:
-        self._name = f"spdl_torch.{stage}"
-        self._inner = inner or nullcontext()
+        self._name = stage and f"spdl_torch.{stage}"
+        self._contexts = [context for context in contexts if context is not None]
         self._cursor = None if cursor is None else weakref.ref(cursor)  # It refers to this.
         self._mark: profiler.record_function | None = None
 
     def __enter__(self) -> None:
-        if profiler._is_profiler_enabled:
+        if profiler._is_profiler_enabled and self._name is not None:
             self._mark = profiler.record_function(self._name)
             self._mark.__enter__()
             self._set_collate_context(_Marked("collate"))
-        self._inner.__enter__()
+        for context in self._contexts:
+            context.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._inner.__exit__(*exc_info)
+        for context in reversed(self._contexts):
+            context.__exit__(*exc_info)
         if self._mark is not None:
             mark, self._mark = self._mark, None
             mark.__exit__(*exc_info)

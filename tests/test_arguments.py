@@ -150,8 +150,9 @@ def test_the_class_can_be_subscripted():
 def test_too_many_threads_warn():
     """A thousand worker threads warn, and 64 do not."""
     DataLoader(Squares(), num_workers=64)
-    with pytest.warns(UserWarning, match="1000 worker threads.*excessive worker creation"):
+    with pytest.warns(UserWarning, match="1000 worker threads.*excessive worker creation") as told:
         DataLoader(Squares(), num_workers=1000)
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,72 @@ def test_paths_are_found_through_subsets(tmp_path):
     assert str(tmp_path / "class" / "2.jpg") in {bad.path for bad in loader.bad_samples}
 
 
+class Shards(Damaged):
+    """Has a few files of many records."""
+
+    def __init__(self):
+        super().__init__()
+        self.files = [f"shard-{number}.h5" for number in range(10)]
+
+
+class FilePerSample(Damaged):
+    def __init__(self):
+        super().__init__()
+        self.files = [f"{number}.npy" for number in range(SIZE)]
+
+
+class Texts(Damaged):
+    def __init__(self):
+        super().__init__()
+        self.samples = [(f"text {number}", 0) for number in range(SIZE)]
+
+
+class Table:
+    """Is indexed by the labels of its rows, as a column of a data frame."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, label):
+        return f"label-{label}.npy"
+
+
+class Tabular(Damaged):
+    def __init__(self):
+        super().__init__()
+        self.paths = Table()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "path"),
+    [(Shards(), None), (FilePerSample(), "3.npy"), (Texts(), None), (Tabular(), None)],
+)
+def test_only_own_file_is_named(dataset, path, num_workers, tmp_path):
+    """A bad sample has a path if the dataset has one path for each sample, and no other file."""
+    policy = ReplaceBadSamples(max_fraction=None, log=tmp_path / "bad.jsonl")
+    loader, _ = batches_of(Subset(dataset, [7, 3]), num_workers=num_workers, on_error=policy)
+    assert [bad.path for bad in loader.bad_samples] == [path]
+    assert json.loads((tmp_path / "bad.jsonl").read_text())["path"] == path
+
+
+def fail(_):
+    raise ValueError("damaged")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("functions", "path"), [({"load": len}, "b.npy"), ({"load_many": list}, "b.npy"), ({}, None)]
+)
+def test_loaded_elements_are_named(functions, path, num_workers):
+    """The path of a `from_functions` dataset is what its load is called with."""
+    dataset = StagedDataset.from_functions(["a.npy", "b.npy"], preprocess=fail, **functions)
+    loader = DataLoader(dataset, sampler=[1], num_workers=num_workers, on_error=ANY)
+    with pytest.raises(ValueError, match="damaged"):
+        list(loader)
+    assert [bad.path for bad in loader.bad_samples] == [path]
+
+
 def test_collate_errors_are_not_replaced():
     """An error of the collate function is raised, and no sample is recorded as bad."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import pickle
 import threading
 
@@ -12,7 +14,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import Subset, get_worker_info
 
-from spdl_torch import DataLoader, StagedDataset
+from spdl_torch import DataLoader, ReplaceBadSamples, StagedDataset
 
 from .conftest import assert_says_nothing
 from .datasets import Squares, Staged, StagedAsync, StagedMany, StagedManyAsync
@@ -159,6 +161,157 @@ def test_load_many_runs_once_per_batch():
 def test_collate_fn_overrides_the_dataset():
     """The loader's collate_fn has priority over the dataset's collate."""
     assert list(DataLoader(Staged(2), batch_size=2, collate_fn=sum, num_workers=1)) == [10]
+
+
+# -- an overridden __getitem__ ---------------------------------------------------------------------
+
+
+class OwnGetitem(Staged):
+    def __getitem__(self, index):
+        return super().__getitem__(index) + 1
+
+
+class OwnGetitemAsync(StagedAsync):
+    def __getitem__(self, index):
+        return super().__getitem__(index) + 1
+
+
+class OwnGetitemOfMany(StagedMany):
+    def __getitem__(self, index):
+        return super().__getitem__(index) + 1
+
+
+class OwnGetitems(Staged):
+    def __getitems__(self, indices):
+        return [self[index] + 1 for index in indices]
+
+
+class OwnGetitemAndGetitems(OwnGetitems, OwnGetitem):
+    """Adds one in each of them."""
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(10))])
+@pytest.mark.parametrize(
+    ("kind", "added", "added_one_by_one"),
+    [
+        (OwnGetitem, 1, 1),
+        (OwnGetitemAsync, 1, 1),
+        (OwnGetitemOfMany, 1, 1),
+        (OwnGetitems, 1, 0),
+        (OwnGetitemAndGetitems, 2, 1),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("arguments", "one_by_one"),
+    [
+        ({}, False),
+        ({"seed": 1}, False),
+        ({"on_error": ReplaceBadSamples()}, True),
+        ({"on_error": ReplaceBadSamples(), "seed": 1}, True),
+    ],
+)
+def test_own_getitem_makes_the_samples(
+    wrap, kind, added, added_one_by_one, num_workers, arguments, one_by_one
+):
+    """A method that a class overrides makes its samples, with and without workers."""
+    loader = DataLoader(wrap(kind(10)), batch_size=4, num_workers=num_workers, **arguments)
+    plus = added_one_by_one if one_by_one else added
+    assert list(loader) == [(word, [n + plus for n in numbers]) for word, numbers in EXPECTED]
+
+
+@pytest.mark.parametrize("kind", [OwnGetitem, OwnGetitemOfMany, OwnGetitems])
+def test_own_getitem_under_torchs_loader(kind):
+    """torch's loader makes the same samples of a class that overrides a method."""
+    dataset = kind(10)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, collate_fn=dataset.collate)
+    assert list(loader) == list(DataLoader(dataset, batch_size=4, num_workers=2))
+
+
+class OwnNoise(Staged):
+    def preprocess(self, raw):
+        return torch.rand(2)
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + torch.rand(2)
+
+    def collate(self, samples):
+        return torch.stack(samples).tolist()
+
+
+def test_own_getitem_draws_the_same():
+    """With a seed, an overridden __getitem__ draws the same with any number of workers."""
+    batches = [
+        list(DataLoader(OwnNoise(10), batch_size=4, num_workers=number, seed=1))
+        for number in (0, 1, 3)
+    ]
+    assert batches[0] == batches[1] == batches[2]
+
+
+class OwnThreadNames(ThreadNames):
+    def __getitem__(self, index):
+        return super().__getitem__(index)
+
+
+def test_own_getitem_is_one_stage():
+    """A class that overrides __getitem__ runs in the workers of one stage."""
+    for batch in DataLoader(OwnThreadNames(), batch_size=2, num_workers=2):
+        for load, preprocess, collate in batch:
+            assert load == preprocess
+            assert load.startswith("spdl_torch-preprocess")
+            assert collate.startswith("spdl_torch-preprocess")
+
+
+# -- an awaitable of a plain function --------------------------------------------------------------
+
+
+def logged(function):
+    """Decorate a function as many do, without `async def`."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+class LoggedLoad(Staged):
+    @logged
+    async def load(self, index):
+        return str(index)
+
+
+class LoggedLoadMany(StagedMany):
+    @logged
+    async def load_many(self, indices):
+        return [str(index) for index in indices]
+
+
+def lambda_load():
+    return StagedDataset.from_functions(["a", "b"], load=lambda path: read_async(path.strip()))
+
+
+@pytest.mark.parametrize("make", [lambda_load, LoggedLoad, LoggedLoadMany])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("arguments", [{}, {"seed": 1}, {"batch_size": None}])
+def test_awaitable_of_plain_load_is_refused(make, num_workers, arguments):
+    """A plain load that returns an awaitable is an error that asks for `async def`."""
+    with pytest.raises(TypeError, match=r"\(coroutine\), but it is not declared `async def`"):
+        list(DataLoader(make(), num_workers=num_workers, **arguments))
+    gc.collect()  # A coroutine that was never awaited would warn now.
+
+
+class ReadAsync:
+    async def __call__(self, folder, path):
+        return folder + path.upper()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_partial_of_async_callable_is_async(num_workers):
+    """A partial of an object whose __call__ is `async def` is an asynchronous load."""
+    load = functools.partial(ReadAsync(), "/")
+    dataset = StagedDataset.from_functions(["a", "b"], load=load, collate="".join)
+    assert list(DataLoader(dataset, batch_size=2, num_workers=num_workers)) == ["/A/B"]
 
 
 # -- from_functions -------------------------------------------------------------------------------

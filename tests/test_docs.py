@@ -260,5 +260,5 @@ def test_readme_has_our_arguments():
     text = (ROOT / "README.md").read_text()
     theirs = inspect.signature(torch.utils.data.DataLoader).parameters
     ours = set(inspect.signature(spdl_torch.DataLoader).parameters) - set(theirs)
-    for name in ours - {"snapshot_every_n_steps"}:  # Has no effect.
+    for name in ours:
         assert f"| `{name}` |" in text, name

@@ -135,8 +135,9 @@ def test_stuck_worker_warns_on_close(monkeypatch):
     with pytest.raises(NotInTime):
         window.next(0.01)
     assert is_waiting.wait(PATIENCE_SECONDS)
-    with pytest.warns(RuntimeWarning, match="still inside the dataset's code"):
+    with pytest.warns(RuntimeWarning, match="still inside the dataset's code") as told:
         pipeline.lifetime.close()
+    assert told[0].filename == __file__
     gate.set()
     for thread in pipeline.threads:
         thread.join(PATIENCE_SECONDS)

@@ -85,6 +85,22 @@ def test_note_names_the_file(tmp_path, num_workers):
     ]
 
 
+class Shards(Raising):
+    """Has a few files of many records."""
+
+    files = tuple(f"shard-{number}.h5" for number in range(10))
+
+
+def test_note_names_no_shard():
+    """The note names no file of a list that does not have one for each sample."""
+    loader = DataLoader(Shards(1000, 7, LookupError("no")), batch_size=2, num_workers=2)
+    with pytest.raises(LookupError) as caught:
+        list(loader)
+    assert caught.value.__notes__ == [
+        "spdl_torch: raised in the preprocess stage for sample index 7 (batch 3)"
+    ]
+
+
 def test_traceback_reaches_the_dataset():
     """The traceback leads from the loop to the line of the dataset."""
     loader = DataLoader(Raising(8, 5, LookupError("no")), num_workers=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -429,6 +430,27 @@ def test_unpicklable_dataset_is_refused():
         loader = DataLoader(Local(4), num_workers=2, preprocess_executor=executor)
         with pytest.raises(TypeError, match="top level of a module"):
             iter(loader)
+
+
+class UnpicklableRaw(Staged):
+    def load(self, index):
+        return lambda: index  # An AttributeError, as for a class that cannot be imported.
+
+
+class UnpicklableSample(Staged):
+    def preprocess(self, raw):
+        return threading.Lock()
+
+
+@pytest.mark.parametrize("dataset", [UnpicklableRaw(), UnpicklableSample()])
+def test_unpicklable_sample_is_explained(pool, dataset):
+    """A sample that cannot be pickled is an error with a note that says so."""
+    loader = DataLoader(dataset, num_workers=2, preprocess_executor=pool)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)) as caught:
+        next(iter(loader))
+    origin, advice = caught.value.__notes__
+    assert origin.startswith("spdl_torch: raised in the preprocess stage for batch 0")
+    assert "one of them cannot be. Let load and preprocess return" in advice
 
 
 def test_executor_of_threads():

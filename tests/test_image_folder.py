@@ -102,6 +102,27 @@ def test_own_getitem_stays_one_stage(root):
     assert batches[3][2] == (str(root / "train" / "n00000000" / "6.JPEG"),)
 
 
+class AllAtOnce(ImageFolder):
+    """Makes the batch in one call, and says so in the targets."""
+
+    def __getitems__(self, indices):
+        return [(self[index][0], -1) for index in indices]
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(10))])
+@pytest.mark.parametrize("arguments", [{}, {"seed": 1}])
+def test_own_getitems_stays_one_stage(root, wrap, arguments):
+    """A folder that has __getitems__ stays one stage, which calls it."""
+    loader = Watched((32, 32))
+    dataset = wrap(AllAtOnce(root / "train", loader=loader))
+    expected = list(DataLoader(dataset, batch_size=4, **arguments))
+    loader.threads.clear()
+    batches = list(DataLoader(dataset, batch_size=4, num_workers=2, **arguments))
+    assert set(loader.threads) == FUSED
+    assert_same(batches, expected)
+    assert batches[0][1].tolist() == [-1, -1, -1, -1]
+
+
 def test_own_call_stays_one_stage(root):
     """A loader that overrides __call__ stays one stage."""
     loader = WithTransform((32, 32))

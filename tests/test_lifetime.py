@@ -231,19 +231,39 @@ def test_collection_under_needed_lock():
     assert seconds < 4  # It would be five, and a warning that the dataset's code is stuck.
 
 
-@pytest.mark.skipif(sys.version_info < (3, 14), reason="threads have no context before")
-def test_workers_keep_no_context():
-    """Workers do not keep the values of the caller's context."""
+@pytest.mark.parametrize("dataset", [Squares(), Sharded(), Staged(), StagedAsync()])
+def test_workers_keep_no_context(dataset):
+    """Idle workers do not keep the values of the context variables that they see."""
     current = contextvars.ContextVar("current")
 
     def train():
-        iterator = iter(DataLoader(Squares(), num_workers=2))
+        iterator = iter(DataLoader(dataset, num_workers=2))
         current.set(iterator)
         next(iterator)
+        return weakref.ref(iterator)
 
-    contextvars.copy_context().run(train)
-    gc.collect()
+    collect(contextvars.copy_context().run(train))
     assert own_thread_names() == []
+
+
+def test_ended_workers_keep_no_context():
+    """An iterator at its end does not keep the values of context variables."""
+
+    class Value:
+        pass
+
+    current = contextvars.ContextVar("current")
+
+    def train():
+        current.set(value := Value())
+        iterator = iter(DataLoader(Squares(3), num_workers=2))
+        assert len(list(iterator)) == 3
+        return iterator, weakref.ref(value)
+
+    iterator, value = contextvars.copy_context().run(train)
+    gc.collect()
+    assert value() is None
+    assert list(iterator) == []
 
 
 def test_break_in_a_coroutine():
@@ -616,13 +636,22 @@ def test_fork_while_seeding_datapipes():
     thread.join(PATIENCE_SECONDS)
 
 
-def test_intra_op_threads_elsewhere():
-    """The number of intra-op threads of other threads does not change."""
+@pytest.mark.parametrize("dataset", ["[1, 2, 3]", "Nested(3)", "Nested(0)"])
+def test_intra_op_threads_elsewhere(dataset):
+    """The number of intra-op threads of other threads does not change, also by nested loaders."""
     # In a new process: a thread decides on its number once, when it first needs one.
     program = (
         "import torch, threading\n"
         "from spdl_torch import DataLoader\n"
-        "list(DataLoader([1, 2, 3], num_workers=2))\n"
+        "class Nested:\n"
+        "    def __init__(self, depth): self.depth = depth\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, index):\n"
+        "        inner = Nested(self.depth - 1) if self.depth > 0 else [1, 2]\n"
+        "        list(DataLoader(inner, num_workers=2))\n"
+        "        assert torch.get_num_threads() == 1\n"
+        "        return index\n"
+        f"list(DataLoader({dataset}, num_workers=1))\n"
         "numbers = [torch.get_num_threads()]\n"
         "other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))\n"
         "other.start(); other.join()\n"

@@ -251,6 +251,20 @@ def test_loop_time_adds_up():
     )
 
 
+def test_cpu_time_of_step_is_measured():
+    """The computation of a step is told from its waiting."""
+    dataset = Squares(40)
+    with DataLoader(dataset, batch_size=4, num_workers=2) as loader:
+        for _ in loader:
+            end = time.thread_time() + 0.003
+            while time.thread_time() < end:
+                pass
+            time.sleep(0.003)
+        loop = loader.stats().loop
+    assert 0.003 * loop.num_batches <= loop.step_cpu_seconds <= loop.step_seconds
+    assert loop.step_seconds - loop.step_cpu_seconds >= 0.003 * loop.num_batches
+
+
 def test_waited_share_of_loop():
     """The share of waiting tells a slow loop from a slow loader."""
     stats = run(Timed(), step_seconds=0.01)

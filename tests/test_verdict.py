@@ -85,6 +85,16 @@ def test_bottleneck_of_pipeline_is_found(kind):
     pytest.fail("\n".join(str(stats) for stats in found))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "advice"), [(0.0, "tuning it will not help"), (0.0007, "They may slow the steps")]
+)
+def test_slowed_step_is_told(seconds, advice):
+    """A step that needs the GIL gets the sure advice only beside workers that hardly need it."""
+    stats = stats_of(Work(400, preprocess=lambda: think(seconds)), step=lambda: think(0.02))
+    assert stats.verdict.kind == "training-bound", stats
+    assert advice in stats.verdict.advice, stats
+
+
 # -- rule by rule ---------------------------------------------------------------------------------
 
 SECONDS = 10.0
@@ -115,6 +125,7 @@ def verdict(
     num_cores=4,
     num_batches=100,
     process_cpu_seconds=0.0,
+    step_cpu=0.0,
 ):
     return LoaderStats(
         kind=kind,
@@ -127,6 +138,7 @@ def verdict(
             first_wait_seconds=first_wait * SECONDS,
             step_seconds=(1 - waited) * SECONDS,
             wake_seconds=wake_seconds,
+            step_cpu_seconds=step_cpu * SECONDS,
         ),
         window=8,
         num_ready=0,
@@ -138,6 +150,7 @@ def verdict(
     ).verdict
 
 
+SURE = "The loader is not the bottleneck: tuning it will not help."
 COLLATE = stage("collate", 4, 0.1, cpu=0.1)
 IDLE_EXECUTOR = stage("preprocess", 2, 0.5, cpu=0.5, workers="executor")
 
@@ -149,10 +162,61 @@ CASES = {
         "Iterate over the loader",
     ),
     "the loop hardly waits": (
-        verdict(stage("preprocess", 4, 4.0, cpu=4.0), COLLATE, waited=0.04),
+        verdict(stage("preprocess", 4, 0.03, cpu=0.03), waited=0.04),
         "training-bound",
         "the loop waited 4 % of its time, its steps took 96.0 ms each.",
-        "not the bottleneck",
+        SURE,
+    ),
+    "the loop hardly waits, beside busy threads": (
+        verdict(stage("preprocess", 4, 4.0, cpu=0.4), waited=0.04, step_cpu=0.6),
+        "training-bound",
+        "took 96.0 ms each, up to 36.0 ms of that because worker threads used 0.4 cores meanwhile.",
+        "They may slow the steps: loader.profile(step=...)",
+    ),
+    "a step with a core of its own": (
+        verdict(stage("preprocess", 4, 4.0, cpu=2.0), waited=0.04, step_cpu=0.95),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
+    ),
+    "a step in many threads beside busy workers": (
+        verdict(
+            stage("preprocess", 4, 4.0, cpu=2.0),
+            waited=0.04,
+            step_cpu=0.95,
+            process_cpu_seconds=35.0,
+        ),
+        "training-bound",
+        "up to 56.0 ms of that because worker threads used 2.0 cores",
+        "They may slow the steps",
+    ),
+    "a step beside a busy process pool": (
+        verdict(
+            stage("preprocess", 4, 4.0, cpu=4.0, workers="executor"),
+            waited=0.04,
+            step_cpu=0.6,
+            process_cpu_seconds=6.1,
+        ),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
+    ),
+    "a step beside a busy thread pool": (
+        verdict(
+            stage("preprocess", 4, 0.4, cpu=0.2, workers="executor"),
+            waited=0.04,
+            step_cpu=0.6,
+            process_cpu_seconds=8.0,
+        ),
+        "training-bound",
+        "up to 20.0 ms of that because worker threads used 0.2 cores",
+        "They may slow the steps",
+    ),
+    "a step beside worker processes": (
+        verdict(kind="multiprocessing", waited=0.04),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
     ),
     "in the loop's own thread": (
         verdict(kind="caller"),
@@ -164,7 +228,7 @@ CASES = {
         verdict(kind="multiprocessing"),
         "process-bound",
         "which are not measured",
-        "Raise num_workers",
+        'worker_method="thread", which measures the stages, only if the dataset releases the GIL',
     ),
     "reading": (
         verdict(stage("load", 16, 15.9, cpu=0.5), stage("preprocess", 4, 0.8, cpu=0.7), COLLATE),

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from spdl_torch import DataLoader, StagedDataset
 
-from .datasets import PATIENCE_SECONDS
+from .datasets import PATIENCE_SECONDS, Squares, StagedAsync
 
 TIMEOUT_SECONDS = 0.5
 
@@ -44,9 +44,6 @@ class Stuck(Dataset):
 class StuckStaged(StagedDataset, Stuck):
     def load(self, index):
         return Stuck.__getitem__(self, index)
-
-    def __getitem__(self, index):
-        return self.load(index)
 
 
 class StuckInPreprocess(StagedDataset, Stuck):
@@ -200,6 +197,84 @@ def test_asking_again_loses_nothing():
             next(iterator)
         dataset.go_on.set()
         assert batches + [batch.item() for batch in iterator] == list(range(12))
+
+
+class StuckCopy(Squares):
+    def __setstate__(self, state):
+        stuck.wait(PATIENCE_SECONDS)  # stuck here
+
+
+class StuckStreamCopy(StuckCopy, IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def stuck_init(worker_id):
+    if worker_id == 1:
+        stuck.wait(PATIENCE_SECONDS)  # stuck here
+
+
+def all_stuck_init(worker_id):
+    stuck.wait(PATIENCE_SECONDS)  # stuck here
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "names", "function"),
+    [
+        (Squares(), {"worker_init_fn": stuck_init}, {"preprocess-1"}, stuck_init),
+        (
+            Squares(),
+            {"num_workers": 4, "worker_init_fn": all_stuck_init},
+            {f"preprocess-{n}" for n in range(4)},
+            all_stuck_init,
+        ),
+        (
+            StuckCopy(),
+            {"copy_dataset": True},
+            {"preprocess-0", "preprocess-1"},
+            StuckCopy.__setstate__,
+        ),
+        (StuckStreamCopy(), {}, {"iterate-0", "iterate-1"}, StuckCopy.__setstate__),
+        (StagedAsync(), {"num_workers": 1, "worker_init_fn": stuck_init}, {"load-1"}, stuck_init),
+    ],
+    ids=["worker_init_fn", "all", "copy", "iterable", "async"],
+)
+def test_error_names_set_up(dataset, arguments, names, function):
+    """A worker that is not set up in time is an error with its line, and closes the iterator."""
+    stuck.clear()
+    loader = DataLoader(dataset, timeout=TIMEOUT_SECONDS, **{"num_workers": 2} | arguments)
+    iterator = iter(loader)
+    threads = iterator._workers
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        next(iterator)
+    assert time.monotonic() - started < TIMEOUT_SECONDS + 1
+    text = str(caught.value)
+    assert text.startswith(f"DataLoader timed out after {TIMEOUT_SECONDS} seconds: the set-up of")
+    assert set(re.findall(r"^  spdl_torch-(\S+)$", text, re.MULTILINE)) == names
+    assert f'File "{__file__}", line {line_of(function)}, in {function.__name__}' in text
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iterator)
+    for thread in threads:
+        if thread.name.removeprefix("spdl_torch-") not in names:
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+    stuck.set()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+
+
+def test_timeout_shortens_staggered_start():
+    """Workers wait for each other's `worker_init_fn` for at most half of the timeout."""
+    together = threading.Barrier(8)
+
+    def init(worker_id):
+        together.wait(PATIENCE_SECONDS)
+
+    # Eight times half a second is longer than the timeout.
+    loader = DataLoader(Squares(3), num_workers=8, timeout=3, worker_init_fn=init)
+    assert [batch.item() for batch in loader] == [0, 1, 4]
 
 
 def test_ctrl_c_within_a_second():

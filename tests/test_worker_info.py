@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from spdl_torch import DataLoader
+from spdl_torch import DataLoader, StagedDataset
 
 from .datasets import PATIENCE_SECONDS, Gated, Sharded, Squares
 
@@ -107,6 +111,151 @@ def test_batches_are_not_in_shared_memory(collate_fn):
     """Worker threads do not collate into shared memory."""
     for batch in DataLoader(Tensors(4), batch_size=2, num_workers=2, collate_fn=collate_fn):
         assert not batch.is_shared()
+
+
+# -- what a worker has from the thread that starts it ---------------------------------------------
+
+request_id = ContextVar("request_id", default="none")
+
+
+def modes():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")),
+        "numpy": np.geterr()["divide"],
+        "context": request_id.get(),
+    }
+
+
+class Modes(Squares):
+    def __getitem__(self, index):
+        return modes()
+
+
+class StagedModes(StagedDataset, Squares):
+    def load(self, index):
+        return modes()
+
+    def preprocess(self, raw):
+        assert raw == modes()
+        return raw
+
+    def __getitem__(self, index):
+        return self.preprocess(self.load(index))
+
+
+class AsyncModes(StagedDataset, Squares):
+    async def load(self, index):
+        return modes()
+
+
+class ModesOfStream(IterableDataset):
+    def __iter__(self):
+        yield modes()
+
+
+@contextlib.contextmanager
+def request(name):
+    token = request_id.set(name)
+    yield
+    request_id.reset(token)
+
+
+@pytest.mark.parametrize("dataset", [Modes(1), StagedModes(1), ModesOfStream()])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.autocast, "cpu", dtype=torch.float16),
+        partial(np.errstate, divide="raise"),
+        partial(request, "request 5"),
+    ],
+    ids=["none", "no_grad", "inference", "autocast", "numpy", "context"],
+)
+def test_modes_as_in_forked_workers(dataset, mode):
+    """Workers work in the modes of the loop that starts them, as worker processes do."""
+    arguments = {"num_workers": 1, "batch_size": None, "worker_init_fn": note_modes}
+    before = modes()
+    noted.clear()
+    with mode():
+        inside = modes()
+        forked = torch.utils.data.DataLoader(dataset, multiprocessing_context="fork", **arguments)
+        assert list(DataLoader(dataset, **arguments)) == list(forked) == [inside]
+    assert noted
+    assert all(found == inside for found in noted)
+    assert modes() == before
+
+
+noted: list = []
+
+
+def note_modes(worker_id):
+    noted.append(modes())
+
+
+def test_event_loop_has_modes():
+    """An asynchronous load works in the loop's modes; context variables are its own."""
+    with torch.inference_mode(), torch.autocast("cpu"), np.errstate(divide="raise"), request("5"):
+        inside = modes()
+        (found,) = DataLoader(AsyncModes(1), num_workers=1, batch_size=None)
+    assert found == inside | {"context": "none"}
+
+
+def test_persistent_workers_keep_modes():
+    """Persistent workers stay in the modes that they started in."""
+    with DataLoader(Modes(1), num_workers=1, batch_size=None, persistent_workers=True) as loader:
+        with torch.no_grad():
+            assert next(iter(loader))["grad"] is False
+        assert next(iter(loader))["grad"] is False
+
+
+def test_worker_init_fn_may_set_modes():
+    """What it sets for its thread stays set, and the loop's own modes do not change."""
+
+    def init(worker_id):
+        torch.set_grad_enabled(False)
+        np.seterr(divide="raise")
+        request_id.set("of the worker")
+
+    (found,) = DataLoader(Modes(1), num_workers=1, batch_size=None, worker_init_fn=init)
+    expected = {"grad": False, "numpy": "raise", "context": "of the worker"}
+    assert found == modes() | expected
+    assert modes() != found
+
+
+class Leaf(Squares):
+    """Changes a parameter in place, which is an error while gradients are recorded."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.scale = torch.nn.Parameter(torch.ones(2))
+
+    def __getitem__(self, index):
+        return self.scale.mul_(2).numpy()
+
+
+def test_dataset_needs_no_grad():
+    """A dataset that only works without gradients works in a loop without gradients."""
+    with torch.no_grad():
+        assert len(list(DataLoader(Leaf(), num_workers=1))) == 2
+
+
+class DrawsInNested(Squares):
+    def __getitem__(self, index):
+        list(DataLoader(Squares(1), num_workers=1, worker_init_fn=self.init))
+        return index
+
+    def init(self, worker_id):
+        with pytest.raises(RuntimeError, match="while a sample is being made"):
+            torch.utils.data.get_worker_info().rng.torch_generator.seed()
+
+
+def test_nested_worker_has_no_outer_rng():
+    """The RNG of a sample is not seen by workers that are started while the sample is made."""
+    assert len(list(DataLoader(DrawsInNested(2), num_workers=1))) == 2
 
 
 # -- worker_init_fn -------------------------------------------------------------------------------

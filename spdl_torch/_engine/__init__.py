@@ -35,6 +35,7 @@ from ._in_flight import InFlight
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
 from ._stage import OnSampleError, Stage, ThreadStage, WorkerCursor
+from ._threads import NotSetUp, warn_caller
 from ._transfer_stage import TransferStage
 from ._window import NUM_EARLIER, NotInTime, Window
 
@@ -47,6 +48,7 @@ __all__ = [
     "IterableStage",
     "LoopStats",
     "NotInTime",
+    "NotSetUp",
     "OnSampleError",
     "PendingBatch",
     "Pipeline",
@@ -59,4 +61,5 @@ __all__ = [
     "Window",
     "WorkerCursor",
     "check_count",
+    "warn_caller",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -161,16 +162,20 @@ class _LoopThread(WorkerGroup):
         assert self._loop is not None, "a batch was opened before the stage was started"
         self._loop.call_soon_threadsafe(self._accept, batch, slots)
 
-    def start(self, seconds_apart: float) -> None:  # noqa: ARG002 (there is only one thread)
+    def start(self, seconds_apart: float, deadline: float) -> None:  # noqa: ARG002 (one thread)
         self._loop = self._event_loops.take()
         self.threads[0].start()
 
-    def wait_until_set_up(self) -> None:
+    def wait_until_set_up(self, deadline: float) -> list[threading.Thread]:
         while not self.is_closed:
+            left = max(0.0, deadline - time.monotonic())
             with suppress(Empty):
-                if (error := self._reports.get(timeout=WAIT_SECONDS)) is not None:
+                if (error := self._reports.get(timeout=min(left, WAIT_SECONDS))) is not None:
                     raise error
-                return
+                break
+            if left == 0:
+                return self.threads
+        return []
 
     def request_stop(self) -> None:
         # Flag first, task second; _main does it the other way round, so one of them sees the other.

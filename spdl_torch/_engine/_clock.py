@@ -147,6 +147,9 @@ class LoopStats:
     wake_seconds: float
     """Mean time from a batch being ready to the waiting loop continuing. Near five milliseconds
     (Python's switch interval) or more: other threads hold the GIL."""
+    step_cpu_seconds: float = 0.0
+    """Of the step seconds, those of the loop's thread on a core. The rest is waiting: for a device,
+    for a core, or for the GIL."""
 
     @property
     def waited_share(self) -> float:
@@ -447,13 +450,14 @@ class ConsumerClock:
         self.waited_seconds = 0.0
         self.first_wait_seconds = 0.0
         self.step_seconds = 0.0
+        self.step_cpu_seconds = 0.0
         self.recorder: Recorder | None = None
         self.started_at: float | None = None
         """When the first batch was asked for."""
         self.num_wakeups = 0
         self.wake_seconds = 0.0
         """How long the consumer took to go on after workers had woken it."""
-        self._at = 0.0
+        self._at = self._cpu_at = 0.0
         self._is_waiting = True
 
     def ask(self) -> None:
@@ -465,7 +469,11 @@ class ConsumerClock:
             self._is_waiting = True
             if self.recorder is not None:
                 self._record("step", now, self.num_batches - 1)
-            self.step_seconds += now - self._at
+            seconds = now - self._at
+            self.step_seconds += seconds
+            # Clamped, because the next batch may be asked for in another thread.
+            cpu_seconds = time.thread_time() - self._cpu_at
+            self.step_cpu_seconds += min(max(0.0, cpu_seconds), seconds)
             self._at = now
 
     def get(self, num_bytes: int | None) -> None:
@@ -481,6 +489,7 @@ class ConsumerClock:
         if num_bytes is not None:
             self.num_batches += 1
             self.num_bytes += num_bytes
+        self._cpu_at = time.thread_time()
         self._at = now
 
     def last_seen(self, now: float) -> float:
@@ -501,6 +510,7 @@ class ConsumerClock:
             self.first_wait_seconds + (seconds if self.num_batches == 0 else 0.0),
             self.step_seconds,
             _ratio(self.wake_seconds, self.num_wakeups),
+            self.step_cpu_seconds,
         )
 
     def _record(self, what: str, now: float, batch: int) -> None:

@@ -48,14 +48,14 @@ class _Filled(NamedTuple):
 
 @dataclass
 class _Failed:
-    """What it returns if the hook raised.
+    """What it returns if the hook raised, or could not be unpickled.
 
     It is returned and not raised, because an exception from another process is pickled, and many
     exceptions do not survive that: they lose their notes, or break the executor's pool.
     """
 
-    offset: int
-    """The place of the sample among those of the task."""
+    offset: int | None
+    """The place of the sample among those of the task; None if there is no hook."""
     error: Exception
     seconds: float
     cpu_seconds: float
@@ -73,7 +73,7 @@ class _Failed:
 
 
 def _failed_remotely(
-    offset: int, pickled_error: bytes, text: str, seconds: float, cpu_seconds: float
+    offset: int | None, pickled_error: bytes, text: str, seconds: float, cpu_seconds: float
 ) -> _Failed:
     error = pickle.loads(pickled_error)
     # The frames stay behind; concurrent.futures shows their text in this way too.
@@ -230,7 +230,7 @@ class ExecutorStage(Stage):
         filled: _Filled | _Failed | None = future.result()
         if isinstance(filled, _Failed):
             self._clock.add(0, filled.seconds, filled.cpu_seconds, batch.number)
-            self._fail(task, filled.error, filled.offset)
+            self._fail(task, filled.error, filled.offset, has_hook=filled.offset is not None)
             return
         if filled is None:
             self._submit(task, with_hook=True)
@@ -245,7 +245,14 @@ class ExecutorStage(Stage):
         if batch.settle(len(slots)):
             self._collate_stage.collate(batch)
 
-    def _fail(self, task: _Task, error: BaseException, offset: int | None = None) -> None:
+    def _fail(
+        self,
+        task: _Task,
+        error: BaseException,
+        offset: int | None = None,
+        *,
+        has_hook: bool = True,
+    ) -> None:
         """Report a failed sample; without an offset, a failure of the executor itself."""
         batch, slots = task
         slot = None if self._takes_whole_batch else slots[offset or 0]
@@ -259,7 +266,7 @@ class ExecutorStage(Stage):
             error = failure
         if offset is None:
             note_origin(error, self._name, batch, None)
-            _add_hint(error)
+            _add_hint(error, has_hook=has_hook)
         else:
             note_origin(error, self._name, batch, slot)
         batch.fail(slot or 0, error)
@@ -267,7 +274,7 @@ class ExecutorStage(Stage):
             self._collate_stage.collate(batch)
 
 
-def _add_hint(error: BaseException) -> None:
+def _add_hint(error: BaseException, *, has_hook: bool) -> None:
     """Add a note to an executor's exception about its usual cause."""
     if isinstance(error, BrokenProcessPool):
         note = (
@@ -275,10 +282,17 @@ def _add_hint(error: BaseException) -> None:
             'lack `if __name__ == "__main__":`: a spawned process runs the script again, except '
             "for what stands behind that line."
         )
-    elif isinstance(error, AttributeError | ImportError):
+    elif isinstance(error, ImportError if has_hook else ImportError | AttributeError):
         note = (
             "spdl_torch: the executor's workers have to import the dataset's class. Put it into a "
             "module of its own, which they can find."
+        )
+    elif has_hook and isinstance(error, pickle.PicklingError | AttributeError | TypeError):
+        # What the dataset raises comes back as a result, so this was raised on the way.
+        note = (
+            "spdl_torch: what goes to the executor's workers and the samples that they return are "
+            "pickled, and one of them cannot be. Let load and preprocess return tensors, arrays, "
+            "bytes, or objects whose class is at the top level of a module."
         )
     elif isinstance(error, CancelledError):
         note = "spdl_torch: the executor's task was cancelled, or the executor was shut down."
@@ -296,7 +310,10 @@ def _run_hook(
     if hook is None:
         if pickled_hook is None:
             return None
-        hook = _hooks[digest] = pickle.loads(pickled_hook)
+        try:
+            hook = _hooks[digest] = pickle.loads(pickled_hook)
+        except Exception as error:
+            return _Failed(None, error, 0.0, 0.0)
         for oldest in list(_hooks)[:-_MAX_HOOKS_KEPT]:
             _hooks.pop(oldest, None)
     started = time.perf_counter(), time.thread_time()

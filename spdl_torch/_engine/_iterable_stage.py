@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 from ._batch import Epoch, PendingBatch, note_origin, without_our_frame
@@ -87,6 +88,7 @@ class _IterableWorker:
         """The batch it is working on, and since when."""
         self.clock = WorkerClock(f"{name}-{worker_id}")
         self.tools: dict[int, _Tools] = {}
+        self.contexts: dict[int, Context] = {}
         self.workers = Workers(name, [worker_id], self)
 
     def set_up_worker(self, worker_id: int) -> _Tools:

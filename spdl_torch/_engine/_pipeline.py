@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -62,10 +63,10 @@ class Pipeline:
         self.clock.count_ready = weakref.WeakMethod(window.num_ready)  # It outlives the window.
         return window
 
-    def start(self, seconds_apart: float = 0.0) -> None:
-        """Start all threads and wait until they are set up."""
+    def start(self, seconds_apart: float = 0.0, timeout_seconds: float = math.inf) -> None:
+        """Start all threads and wait until they are set up; raise NotSetUp after the timeout."""
         self.is_started = True
-        self.lifetime.start(seconds_apart)
+        self.lifetime.start(seconds_apart, timeout_seconds)
 
     def in_flight(self) -> list[InFlight]:
         """Return what the workers of all stages are doing for this epoch, longest first."""

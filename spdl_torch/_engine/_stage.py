@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -242,6 +243,7 @@ class ThreadStage(Stage):
         self._workers = Workers(name, worker_ids, self, self._queue)
         self.groups = [self._workers]
         self.tools: dict[int, _Tools] = {}
+        self.contexts: dict[int, Context] = {}
         self._clocks = {id_: WorkerClock(f"{name}-{id_}") for id_ in worker_ids}
         self.clock = ThreadStageClock(
             list(self._clocks.values()),

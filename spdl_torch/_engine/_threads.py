@@ -25,6 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
 from ._batch import Epoch
+from ._in_flight import stack_lines
 
 _GRACE_SECONDS: Final = 5.0
 """How long closing waits for workers that are inside the user's code."""
@@ -36,6 +37,15 @@ WAIT_SECONDS: Final = 0.5
 in the instant before a thread goes to sleep, so it has to wake up now and then."""
 
 _release = operator.methodcaller("release")
+
+
+class NotSetUp(Exception):  # noqa: N818 (the source makes it the error of a timeout)
+    """Some workers were not set up within the timeout."""
+
+    def __init__(self, lines: dict[str, list[str]]) -> None:
+        super().__init__(lines)
+        self.lines = lines
+        """Where each of them is in the user's code, by the name of its thread."""
 
 
 def new_thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
@@ -127,6 +137,8 @@ class WorkerStage(Protocol):
 
     tools: dict[int, Any]
     """What each worker works with, by its id."""
+    contexts: dict[int, contextvars.Context]
+    """The context variables of each worker, by its id."""
 
     def set_up_worker(self, worker_id: int) -> Any:
         """Return the worker's tools. Runs first in each worker's thread."""
@@ -143,11 +155,18 @@ class WorkerGroup:
 
     threads: list[threading.Thread]
 
-    def start(self, seconds_apart: float) -> None:
-        """Start the threads, so long apart unless a worker is set up sooner; 0: all at once."""
+    def start(self, seconds_apart: float, deadline: float) -> None:
+        """Start the threads, so long apart unless a worker is set up sooner; 0: all at once.
 
-    def wait_until_set_up(self) -> None:
-        """Wait until every worker is ready; raise what its set-up raised."""
+        After the deadline, all that are left start at once.
+        """
+
+    def wait_until_set_up(self, deadline: float) -> list[threading.Thread]:  # noqa: ARG002
+        """Wait until every worker is ready; raise what its set-up raised.
+
+        Returns the workers that are not ready at the deadline.
+        """
+        return []
 
     def abandon(self) -> None:
         """Forget tasks that only wait: their epoch was abandoned. Waits for nothing."""
@@ -172,34 +191,44 @@ class Workers(WorkerGroup):
         """Each worker's id and what its set-up raised, if anything."""
         self._errors: dict[int, BaseException | None] = {}
         self._ids = ids
+        self._stage_ref = weakref.ref(stage)
         self.threads = [
             new_thread(
                 f"{name}-{worker_id}",
                 _serve,
                 worker_id,
-                weakref.ref(stage),
+                self._stage_ref,
                 self.queue,
                 self._reports,
             )
             for worker_id in ids
         ]
 
-    def start(self, seconds_apart: float) -> None:
+    def start(self, seconds_apart: float, deadline: float) -> None:
+        stage = self._stage_ref()
+        assert stage is not None
         for worker_id, thread in zip(self._ids, self.threads, strict=True):
             if self.queue.is_closed:  # By another thread.
                 self._reports.put((worker_id, None))
                 continue
+            # The workers see the context variables of this thread, as worker processes would. The
+            # stage has the context, not the thread: a value may refer to the iterator.
+            stage.contexts[worker_id] = contextvars.copy_context()
             thread.start()
-            deadline = time.monotonic() + seconds_apart
-            while worker_id not in self._errors and (left := deadline - time.monotonic()) > 0:
+            until = min(time.monotonic() + seconds_apart, deadline)
+            while worker_id not in self._errors and (left := until - time.monotonic()) > 0:
                 with contextlib.suppress(Empty):
                     self._errors.update([self._reports.get(timeout=left)])
 
-    def wait_until_set_up(self) -> None:
+    def wait_until_set_up(self, deadline: float) -> list[threading.Thread]:
         """Wait for every worker's set-up; raise what the lowest-numbered failed worker raised."""
         while len(self._errors) < len(self.threads) and not self.queue.is_closed:
-            with contextlib.suppress(Empty):
-                self._errors.update([self._reports.get(timeout=WAIT_SECONDS)])
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                self._errors.update([self._reports.get(timeout=min(left, WAIT_SECONDS))])
+            except Empty:
+                if left == 0:
+                    break
         # Not kept: an exception refers to the frames that it passes through.
         errors, self._errors = self._errors, {}
         for worker_id in sorted(errors):
@@ -208,6 +237,10 @@ class Workers(WorkerGroup):
                     raise error
                 finally:
                     del errors, error
+        if self.queue.is_closed:
+            return []
+        workers = zip(self._ids, self.threads, strict=True)
+        return [thread for worker_id, thread in workers if worker_id not in errors]
 
     def abandon(self) -> None:
         self.queue.tasks.clear()
@@ -226,7 +259,9 @@ def _serve(
     stage = stage_ref()
     try:
         if stage is not None:
-            stage.tools[worker_id] = stage.set_up_worker(worker_id)
+            run = stage.contexts[worker_id].run
+            stage.tools[worker_id] = run(stage.set_up_worker, worker_id)
+            del run
     except BaseException as error:
         stage = None
         reports.put((worker_id, error))
@@ -239,13 +274,14 @@ def _serve(
         stage = stage_ref()
         try:
             if stage is not None:
-                stage.work(task, stage.tools[worker_id])
+                stage.contexts[worker_id].run(stage.work, task, stage.tools[worker_id])
         except BaseException as error:  # Of our own code: the consumer must not wait for ever.
             task.epoch.close(error, "a worker thread failed outside the dataset's code.")
         # While this thread waits for the next task, nothing of the last one may stay alive.
         del task, stage
     if (stage := stage_ref()) is not None:
         stage.dismiss_worker(worker_id)
+        del stage.contexts[worker_id]
 
 
 class Lifetime:
@@ -275,14 +311,22 @@ class Lifetime:
         if self.is_closed:  # Perhaps just now, by another thread.
             self.request_stop()
 
-    def start(self, seconds_apart: float) -> None:
-        """Start all threads and wait until they are set up."""
+    def start(self, seconds_apart: float, timeout_seconds: float) -> None:
+        """Start all threads and wait until they are set up; raise NotSetUp after the timeout."""
+        now = time.monotonic()
         try:
             _close_at_exit(self)
             for group in self._groups:
-                group.start(seconds_apart)
+                # The last workers need time too, so they do not wait for the others for longer.
+                group.start(seconds_apart, now + timeout_seconds / 2)
+            late = []
             for group in self._groups:
-                group.wait_until_set_up()
+                late += group.wait_until_set_up(now + timeout_seconds)
+            if late:
+                raise NotSetUp({thread.name: stack_lines(thread) for thread in late})
+        except NotSetUp:
+            self.close_quickly()  # What is late is stuck.
+            raise
         except BaseException as error:
             (self.close if isinstance(error, Exception) else self.close_quickly)()
             raise
@@ -303,12 +347,11 @@ class Lifetime:
         # Stop before join: a worker may wait for a task, and only the request wakes it.
         self.request_stop()
         if stuck := self.join(_GRACE_SECONDS):
-            warnings.warn(
+            warn_caller(
                 f"{len(stuck)} worker thread(s) are still inside the dataset's code, or the "
                 f"executor's, after {_GRACE_SECONDS:g} s ({', '.join(stuck[:4])}). Each ends when "
                 "that code returns.",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
     def close_quickly(self) -> None:
@@ -337,6 +380,17 @@ class Lifetime:
         if self.is_closed and not any(thread.is_alive() for thread in self.threads):
             _started.discard(self)
         return stuck
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user that has called into this package, perhaps through torch."""
+    ours = {__name__.partition(".")[0], "torch"}
+    frame, level = sys._getframe(), 1
+    while (
+        frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 # -- the exit of the interpreter ------------------------------------------------------------------

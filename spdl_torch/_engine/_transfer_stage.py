@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import Context
 from typing import NamedTuple
 
 from ._batch import Epoch, PendingBatch, note_origin, without_our_frame
@@ -47,6 +48,7 @@ class TransferStage(Stage):
         self._current: tuple[PendingBatch, float] | None = None
         """The batch it is transferring, and since when."""
         self.tools: dict[int, Operation] = {}
+        self.contexts: dict[int, Context] = {}
         self._workers = Workers(name, [0], self)
         self.groups = [self._workers]
         self._clock = WorkerClock(name)

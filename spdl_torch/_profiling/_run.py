@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from .._bad_samples import BadSamplePolicy, policies_of
-from .._dataset import StagedDataset, finished, hooks_of
+from .._dataset import StagedDataset, completed, hooks_of
 from .._dataset_copy import DatasetCopies
 from .._engine import LoopStats, Span
 from .._random import preserve_global_rng
@@ -204,7 +204,7 @@ def _results(function: Hook, inputs: list[Any]) -> list[Any]:
     results = []
     started = time.monotonic()
     for value in inputs[:_NUM_TRIED]:
-        results.append(finished(function(value)))
+        results.append(completed(function, value))
         if time.monotonic() - started > _TRY_SECONDS:
             break
     return results

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any, Final
-
-import torch
 
 from .._bad_samples import path_of, substitutes
 from .._dataset import Hooks, hooks_of
@@ -22,17 +22,18 @@ from .._engine import (
     InFlight,
     IterableStage,
     NotInTime,
+    NotSetUp,
     PendingBatch,
     Pipeline,
     Stage,
     ThreadStage,
     TransferStage,
 )
-from .._random import preserve_global_rng
+from .._random import preserve_global_rng, use_rng
 from .._resume import IterableProgress, Progress
 from .._samples import call_with_key
 from .._settings import LoaderSettings
-from .._worker import WorkerSetup, datapipe_graph_lock
+from .._worker import WorkerSetup, datapipe_graph_lock, inherit_modes
 from ._source import BatchSource, Delivery
 from ._torch_workers import TorchEpoch
 
@@ -108,7 +109,15 @@ class ThreadSource(BatchSource):
     def next(self) -> Delivery:
         pipeline = self._pipeline
         if not pipeline.is_started and pipeline.is_usable:
-            self._start()
+            try:
+                self._start()
+            except NotSetUp as late:
+                raise RuntimeError(
+                    f"DataLoader timed out after {self._timeout_seconds} seconds: the set-up of "
+                    f"{len(late.lines)} worker(s) has not ended, and the iterator is closed. Raise "
+                    "timeout, or look for what blocks in worker_init_fn or while the dataset is "
+                    f"unpickled.{_describe_late(late.lines)}"
+                ) from None
         try:
             batch = self._window.next(self._timeout_seconds)
         except NotInTime:
@@ -122,21 +131,12 @@ class ThreadSource(BatchSource):
         return batch
 
     def _start(self) -> None:
-        # A thread that needs its number of intra-op threads for the first time takes the number
-        # that was last set anywhere. So this thread takes its own before the workers set theirs,
-        # and sets it again afterwards, for the threads to come.
-        num_threads = torch.get_num_threads()
-        # In a forked child the first call that sets it makes torch's thread pool again, and one
-        # that comes meanwhile finds none and fails.
-        torch.set_num_threads(num_threads)
-        try:
-            if self._worker_setup.settings.worker_init_fn is None:
-                self._pipeline.start()
-            else:
-                with preserve_global_rng():
-                    self._pipeline.start(_INIT_SECONDS)
-        finally:
-            torch.set_num_threads(num_threads)
+        has_init = self._worker_setup.settings.worker_init_fn is not None
+        rng = preserve_global_rng() if has_init else nullcontext()
+        # In a worker of another loader, the sample's RNG is not for the workers of this one.
+        with inherit_modes() as self._worker_setup.modes, use_rng(None), rng:
+            seconds_apart = _INIT_SECONDS if has_init else 0.0
+            self._pipeline.start(seconds_apart, self._timeout_seconds or inf)
 
     def close(self, *, quickly: bool = False) -> None:
         lifetime = self._pipeline.lifetime
@@ -159,6 +159,16 @@ def _describe(in_flight: list[InFlight], dataset: Any) -> str:
     if len(in_flight) > _MAX_LISTED:
         lines.append(f"  … {len(in_flight)} in all")
     return "\nIn flight, the oldest first:\n" + "\n".join(lines) if lines else ""
+
+
+def _describe_late(lines_of: dict[str, list[str]]) -> str:
+    """Return where the workers are that are not set up, in words."""
+    text = "\nNot set up:\n"
+    for number, (name, lines) in enumerate(list(lines_of.items())[:_MAX_LISTED]):
+        text += f"  {name}\n"
+        if number < _NUM_STACKS:
+            text += textwrap.indent("".join(lines), "    ")
+    return text.rstrip()
 
 
 # -- which stages a loader has --------------------------------------------------------------------

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -119,6 +119,12 @@ three_shapes = st.tuples(*[shapes_with_slow_places()] * 3)
 
 @modest
 @given(shapes=three_shapes, name=st.sampled_from(WITHOUT_REPLACEMENT), size=SIZES, seed=SEEDS)
+@example(  # The sampler has ended when the state is saved, and the state is that of its iterator.
+    shapes=((6, 2, 6, {3}), (6, 5, 3, set()), (3, 0, 0, set())),
+    name="stateful iterator",
+    size=8,
+    seed=6,
+)
 def test_unordered_samples_come_once(shapes, name, size, seed):
     """Out of order every sample comes once."""
     torch.manual_seed(seed)

@@ -231,8 +231,9 @@ class MapProgress(EpochProgress):
             places = draw if self._batch_sampler is not None else [draw]
             for slot, index in enumerate(places):
                 place = self._order.done.missing_at(number * self._num_units + slot)
-                drawn += [None] * (place - first - len(drawn))
-                drawn.append(index)
+                if place >= first:  # A draw stays in flight if one after it came before it.
+                    drawn += [None] * (place - first - len(drawn))
+                    drawn.append(index)
         return drawn + self._order.ahead[first + len(drawn) :]
 
 

@@ -268,6 +268,8 @@ class _ReplayedOrder(Order):
         self._is_open = False
         self._iterator: Any = None
         """The iterator of a sampler with a state."""
+        self._loaded_mark: _Mark | None = None
+        """Where the sampler was restored to, until it draws: some tell only then where they are."""
         self._has_ended = False
 
     def _restore(self, saved: _ReplayedState) -> None:
@@ -296,15 +298,16 @@ class _ReplayedOrder(Order):
             before = generator.get_state()
             if saved is not None and saved.mark is not None:
                 iterator = self._at_mark(saved.mark, is_over=saved.is_over)
-                self._has_ended = saved.mark.has_ended and not saved.is_over
+                self._loaded_mark = None if saved.is_over else saved.mark
             else:
                 iterator = iter(self._sampler)
-            self.is_stateful = is_stateful(self._sampler) or is_stateful(iterator)
+            is_at_mark = self._loaded_mark is not None
+            self.is_stateful = is_at_mark or is_stateful(self._sampler) or is_stateful(iterator)
             self.is_replayed = not self.is_stateful
             if self.is_stateful:
                 # Untouched: its state must not be one index ahead.
                 self._iterator = iterator
-                iterator = chain(iterator, self._note_end())
+                iterator = self._noting_start_and_end(iterator)
                 # What is passed over to resume has been drawn too.
                 self.ahead += islice(iterator, max(0, self.done.stop - len(self.ahead)))
             else:
@@ -314,9 +317,12 @@ class _ReplayedOrder(Order):
             self._generator_before = before if has_drawn else None
         return replay(chain(self.ahead, iterator), self)
 
-    def _note_end(self) -> Iterator[Any]:
+    def _noting_start_and_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for index in islice(iterator, 1):
+            self._loaded_mark = None
+            yield index
+        yield from iterator
         self._has_ended = True
-        yield from ()
 
     def _at_mark(self, mark: _Mark, *, is_over: bool) -> Iterator[Any]:
         # A copy for each: the user's object may change its own.
@@ -343,6 +349,8 @@ class _ReplayedOrder(Order):
 
     def _mark(self) -> _Mark | None:
         """Return where the sampler says it is, or None if it has no state."""
+        if self._loaded_mark is not None:
+            return self._loaded_mark
         holders = self._sampler, None if self._iterator is self._sampler else self._iterator
         if not any(map(is_stateful, holders)):
             return None

@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from ._permutation import key_of
-from ._torch_patches import redirect_seeding
+from ._torch_patches import redirect_random, redirect_seeding
 
 Key = tuple[int, ...]
 
@@ -204,6 +205,8 @@ _DRAWING: Final = frozenset(
         torch.randn,
         torch.randn_like,
         torch.randperm,
+        torch.rrelu,
+        torch.rrelu_,
         torch.Tensor.bernoulli,
         torch.Tensor.bernoulli_,
         torch.Tensor.cauchy_,
@@ -214,9 +217,19 @@ _DRAWING: Final = frozenset(
         torch.Tensor.normal_,
         torch.Tensor.random_,
         torch.Tensor.uniform_,
+        # Those of `torch.distributions`, and so of mixup.
+        torch._sample_dirichlet,
+        torch._standard_gamma,
+        # A mode sees these, and not what they call. Of the others in `init` it sees what they call.
+        init.kaiming_uniform_,
+        init.normal_,
+        init.uniform_,
     }
 )
-"""The functions of torch that draw from the default generator if they are given no other."""
+"""The functions of torch that draw from the default generator if they are given no other.
+
+A test compares them with the operators of torch that have a generator among their arguments.
+"""
 
 
 class SampleRngMode(TorchFunctionMode):
@@ -231,6 +244,7 @@ class SampleRngMode(TorchFunctionMode):
     def __init__(self, cursor: Cursor | None = None) -> None:
         super().__init__()
         redirect_seeding(_current_torch_generator)
+        redirect_random(_current_torch_generator)
         self._rng = None if cursor is None else SampleRng(cursor)
 
     def __enter__(self) -> Self:
@@ -264,6 +278,7 @@ def _draws_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
             return False
         if (device := kwargs.get("device")) is not None:
             return torch.device(device).type == "cpu"
+        args = *args, *kwargs.values()
     for arg in args:
         if isinstance(arg, torch.Tensor):
             return arg.device.type == "cpu"

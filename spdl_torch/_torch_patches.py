@@ -1,21 +1,23 @@
-"""What this package changes in torch when it is imported. No other module does that.
+"""What this package changes in torch and torchvision. No other module does that.
 
 Two groups of functions get other code: `torch.utils.data.get_worker_info()`, which answers for the
 calling thread first, and the seeding functions such as `torch.manual_seed()`, which act on the RNG
-of the sample that is being made in the calling thread. Where neither a worker thread of ours nor a
-sample is at work, all of them do what they did before.
+of the sample that is being made in the calling thread. The classes of torchvision that draw from
+Python's `random` draw from that RNG too. Where neither a worker thread of ours nor a sample is at
+work, all of them do what they did before.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import get_worker_info
@@ -51,6 +53,40 @@ def redirect_seeding(current_generator: Callable[[], torch.Generator | None]) ->
         (torch.random.set_rng_state, _set_state),
     ):
         _replace_code(function, partial(_seed_sample, current_generator, method))
+
+
+_USERS_OF_RANDOM: Final = (
+    "torchvision.transforms.transforms",
+    "torchvision.transforms._transforms_video",
+    "torchvision.datasets._stereo_matching",
+)
+"""The modules of torchvision that draw from Python's `random`."""
+
+
+def redirect_random(current_generator: Callable[[], torch.Generator | None]) -> None:
+    """Let what torchvision draws from Python's `random` follow the current sample.
+
+    This changes the name `random` in the modules of torchvision that are imported, and not what
+    other code finds in `random`. `current_generator` returns None if there is no sample.
+    """
+    for name in _USERS_OF_RANDOM:
+        module: Any = sys.modules.get(name)
+        if getattr(module, "random", None) is random:
+            module.random = _RandomOfSample(current_generator)
+
+
+class _RandomOfSample:
+    """The functions of `random`, which draw from the current sample if there is one."""
+
+    def __init__(self, current_generator: Callable[[], torch.Generator | None]) -> None:
+        self._current_generator = current_generator
+
+    def __getattr__(self, name: str) -> Any:
+        if (generator := self._current_generator()) is None:
+            return getattr(random, name)
+        # Seeded by torch's generator, so that `torch.manual_seed()` in a sample repeats this too.
+        seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+        return getattr(random.Random(seed.item()), name)
 
 
 def _replace_code(function: Any, replacement: Callable[..., Any]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from itertools import islice
 
 import pytest
 import torch
+import torch.distributions as D  # noqa: N812 (as in torch's docs)
+from torch import nn
+from torch.nn import init
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision.transforms import v2
@@ -55,26 +59,197 @@ def test_draws_do_not_depend_on_workers(num_workers, batch_size):
     assert drawn(loader_of(num_workers=num_workers, batch_size=batch_size)) == expected
 
 
+def half(size=64):
+    return torch.full((size,), 0.5)
+
+
+FUNCTIONS = {
+    "torch._sample_dirichlet": lambda: torch._sample_dirichlet(half(2))[0],
+    "torch._standard_gamma": lambda: torch._standard_gamma(half(1)).sum(),
+    "torch.bernoulli": lambda: torch.bernoulli(half()).sum(),
+    "torch.binomial": lambda: torch.binomial(torch.full((64,), 9.0), half()).sum(),
+    "torch.multinomial": lambda: torch.multinomial(torch.ones(1000), 1).squeeze(),
+    "torch.normal": lambda: torch.normal(0.0, 1.0, ()),
+    "torch.poisson": lambda: torch.poisson(torch.full((64,), 9.0)).sum(),
+    "torch.rand": lambda: torch.rand(()),
+    "torch.rand_like": lambda: torch.rand_like(torch.zeros(())),
+    "torch.randint": lambda: torch.randint(1 << 40, ()),
+    "torch.randint_like": lambda: torch.randint_like(torch.zeros(()), 1000),
+    "torch.randn": lambda: torch.randn(()),
+    "torch.randn_like": lambda: torch.randn_like(torch.zeros(())),
+    "torch.randperm": lambda: torch.randperm(1000)[0],
+    "torch.rrelu": lambda: torch.rrelu(-half(), training=True).sum(),
+    "torch.rrelu_": lambda: torch.rrelu_(-half(), training=True).sum(),
+    "Tensor.bernoulli": lambda: half().bernoulli().sum(),
+    "Tensor.bernoulli_": lambda: half().bernoulli_().sum(),
+    "Tensor.cauchy_": lambda: half(1).cauchy_().sum(),
+    "Tensor.exponential_": lambda: half(1).exponential_().sum(),
+    "Tensor.geometric_": lambda: half().geometric_(0.1).sum(),
+    "Tensor.log_normal_": lambda: half(1).log_normal_().sum(),
+    "Tensor.multinomial": lambda: torch.ones(1000).multinomial(1).squeeze(),
+    "Tensor.normal_": lambda: half(1).normal_(0, 1).sum(),
+    "Tensor.random_": lambda: torch.empty((), dtype=torch.int64).random_(),
+    "Tensor.uniform_": lambda: half(1).uniform_().sum(),
+    "functional.rrelu_": lambda: nn.functional.rrelu_(-half(), training=True).sum(),
+    "init.kaiming_normal_": lambda: init.kaiming_normal_(torch.empty(2, 2)).sum(),
+    "init.kaiming_uniform_": lambda: init.kaiming_uniform_(torch.empty(2, 2)).sum(),
+    "init.normal_": lambda: init.normal_(torch.empty(2)).sum(),
+    "init.orthogonal_": lambda: init.orthogonal_(torch.empty(2, 2))[0, 0],
+    "init.sparse_": lambda: init.sparse_(torch.empty(2, 2), 0.5).sum(),
+    "init.trunc_normal_": lambda: init.trunc_normal_(torch.empty(2)).sum(),
+    "init.uniform_": lambda: init.uniform_(torch.empty(2)).sum(),
+    "init.xavier_normal_": lambda: init.xavier_normal_(torch.empty(2, 2)).sum(),
+    "init.xavier_uniform_": lambda: init.xavier_uniform_(torch.empty(2, 2)).sum(),
+}
+NOT_FOR_CPU = {"torch._fused_dropout"}
+WITHOUT_GENERATOR = {  # The docs name them among what is not covered.
+    "functional.alpha_dropout",
+    "functional.dropout",
+    "functional.dropout1d",
+    "functional.dropout2d",
+    "functional.dropout3d",
+    "functional.feature_alpha_dropout",
+    "functional.fractional_max_pool2d_with_indices",
+    "functional.fractional_max_pool3d_with_indices",
+    "functional.gumbel_softmax",
+    "functional.multi_head_attention_forward",
+    "functional.rrelu",
+    "functional.scaled_dot_product_attention",
+    "torch.alpha_dropout",
+    "torch.alpha_dropout_",
+    "torch.dropout",
+    "torch.dropout_",
+    "torch.feature_alpha_dropout",
+    "torch.feature_alpha_dropout_",
+    "torch.feature_dropout",
+    "torch.feature_dropout_",
+    "torch.gru",
+    "torch.lstm",
+    "torch.miopen_rnn",
+    "torch.native_dropout",
+    "torch.rnn_relu",
+    "torch.rnn_tanh",
+}
+ARGUMENTS = [
+    lambda: torch.rand((), device="cpu"),
+    lambda: torch.rand((), generator=None),
+    lambda: torch.bernoulli(input=half()).sum(),
+]
+
+ONE, ONES, EYE = torch.ones(()), torch.ones(2), torch.eye(2)
+DISTRIBUTIONS = {
+    "Bernoulli": lambda: D.Bernoulli(half()),
+    "Beta": lambda: D.Beta(ONE, ONE),
+    "Binomial": lambda: D.Binomial(1000, half()),
+    "Categorical": lambda: D.Categorical(torch.ones(1000)),
+    "Cauchy": lambda: D.Cauchy(ONE, ONE),
+    "Chi2": lambda: D.Chi2(ONE),
+    "ContinuousBernoulli": lambda: D.ContinuousBernoulli(half(1)),
+    "Dirichlet": lambda: D.Dirichlet(ONES),
+    "Exponential": lambda: D.Exponential(ONE),
+    "FisherSnedecor": lambda: D.FisherSnedecor(ONE, ONE),
+    "Gamma": lambda: D.Gamma(ONE, ONE),
+    "GeneralizedPareto": lambda: D.GeneralizedPareto(ONE, ONE, ONE),
+    "Geometric": lambda: D.Geometric(half()),
+    "Gumbel": lambda: D.Gumbel(ONE, ONE),
+    "HalfCauchy": lambda: D.HalfCauchy(ONE),
+    "HalfNormal": lambda: D.HalfNormal(ONE),
+    "Independent": lambda: D.Independent(D.Normal(ONES, ONES), 1),
+    "InverseGamma": lambda: D.InverseGamma(ONE, ONE),
+    "Kumaraswamy": lambda: D.Kumaraswamy(ONE, ONE),
+    "LKJCholesky": lambda: D.LKJCholesky(3, ONE),
+    "Laplace": lambda: D.Laplace(ONE, ONE),
+    "LogNormal": lambda: D.LogNormal(ONE, ONE),
+    "LogisticNormal": lambda: D.LogisticNormal(ONES, ONES),
+    "LowRankMultivariateNormal": lambda: D.LowRankMultivariateNormal(ONES, EYE, ONES),
+    "MixtureSameFamily": lambda: D.MixtureSameFamily(D.Categorical(ONES), D.Normal(ONES, ONES)),
+    "Multinomial": lambda: D.Multinomial(1000, ONES),
+    "MultivariateNormal": lambda: D.MultivariateNormal(ONES, EYE),
+    "NegativeBinomial": lambda: D.NegativeBinomial(1000, half(1)),
+    "Normal": lambda: D.Normal(0.0, 1.0),
+    "OneHotCategorical": lambda: D.OneHotCategorical(torch.ones(1000)),
+    "OneHotCategoricalStraightThrough": lambda: D.OneHotCategoricalStraightThrough(
+        torch.ones(1000)
+    ),
+    "Pareto": lambda: D.Pareto(ONE, ONE),
+    "Poisson": lambda: D.Poisson(torch.full((64,), 9.0)),
+    "RelaxedBernoulli": lambda: D.RelaxedBernoulli(ONE, half(1)),
+    "RelaxedOneHotCategorical": lambda: D.RelaxedOneHotCategorical(ONE, ONES),
+    "StudentT": lambda: D.StudentT(ONE),
+    "TransformedDistribution": lambda: D.TransformedDistribution(
+        D.Normal(ONE, ONE), D.ExpTransform()
+    ),
+    "Uniform": lambda: D.Uniform(ONE, 2 * ONE),
+    "VonMises": lambda: D.VonMises(ONE, ONE),
+    "Weibull": lambda: D.Weibull(ONE, ONE),
+    "Wishart": lambda: D.Wishart(2 * ONE, EYE),
+}
+
+
+def sampled_by(make):
+    def draw():
+        sample = make().sample().double().flatten()
+        return (sample * torch.arange(1, len(sample) + 1)).sum()
+
+    return draw
+
+
+def drawing_functions():
+    """Return the names of torch's drawing functions that take a generator, and of the others."""
+    drawing, with_generator = set(), set()
+    for schema in torch._C._jit_get_all_schemas():
+        library, _, name = schema.name.partition("::")
+        overloads = getattr(torch.ops.aten, name, None) if library == "aten" else None
+        overload = getattr(overloads, schema.overload_name or "default", None)
+        if overload is not None and torch.Tag.nondeterministic_seeded in overload.tags:
+            drawing.add(name)
+            if any(argument.name == "generator" for argument in schema.arguments):
+                with_generator.add(name)
+    found = set(), set()
+    owners = {"torch": torch, "Tensor": torch.Tensor, "functional": nn.functional, "init": init}
+    for owner, namespace in owners.items():
+        for name in dir(namespace):
+            function = getattr(namespace, name)
+            if inspect.isfunction(function):
+                takes = inspect.signature(function, follow_wrapped=False).parameters
+                draws = "generator" in takes or drawing.intersection(function.__code__.co_names)
+                if draws and not name.startswith("_"):
+                    found["generator" not in takes].add(f"{owner}.{name}")
+            elif inspect.isroutine(function) and name in with_generator:
+                found[0].add(f"{owner}.{name}")
+            elif inspect.isroutine(function) and name in drawing and not name.startswith("_"):
+                found[1].add(f"{owner}.{name}")
+    return found
+
+
+def test_every_drawing_function_is_known():
+    """Every function of torch that draws is tested below, or takes no generator."""
+    with_generator, without_generator = drawing_functions()
+    assert with_generator == FUNCTIONS.keys() | NOT_FOR_CPU
+    assert without_generator == WITHOUT_GENERATOR
+
+
+def test_every_distribution_is_known():
+    """The tests below draw from every distribution of torch that can be made."""
+    found = {name: getattr(D, name) for name in D.__all__}
+    assert DISTRIBUTIONS.keys() == {
+        name
+        for name, value in found.items()
+        if inspect.isclass(value)
+        and issubclass(value, D.Distribution)
+        and value not in (D.Distribution, D.ExponentialFamily)
+    }
+
+
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: torch.rand(()),
-        lambda: torch.rand_like(torch.zeros(())),
-        lambda: torch.randn(()),
-        lambda: torch.randint(1 << 40, ()),
-        lambda: torch.randperm(1000)[0],
-        lambda: torch.normal(0.0, 1.0, ()),
-        lambda: torch.multinomial(torch.ones(1000), 1).squeeze(),
-        lambda: torch.empty(()).uniform_(),
-        lambda: torch.empty(()).normal_(0, 1),
-        lambda: torch.empty((), dtype=torch.int64).random_(),
-        lambda: torch.empty(()).exponential_(),
-        lambda: torch.full((64,), 0.5).bernoulli().to(torch.int64).sum(),
-        lambda: torch.rand((), device="cpu"),
-        lambda: torch.rand((), generator=None),
-        lambda: torch.distributions.Normal(0.0, 1.0).sample(),
+        *(pytest.param(draw, id=name) for name, draw in FUNCTIONS.items()),
+        *(pytest.param(sampled_by(make), id=name) for name, make in DISTRIBUTIONS.items()),
+        *ARGUMENTS,
     ],
 )
+@pytest.mark.filterwarnings("ignore:Singular sample")  # Of a Wishart distribution, always.
 def test_every_torch_function_draws_per_sample(draw):
     """Every function of torch that draws uses the RNG of the sample, and not the global one."""
     before = torch.get_rng_state()
@@ -82,6 +257,34 @@ def test_every_torch_function_draws_per_sample(draw):
     assert len({value for _, value in values}) > SIZE // 4
     assert drawn(loader_of(Drawing(draw), num_workers=1)) == values
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Recorded(torch.Tensor):
+    """Remembers what it is drawn with."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.bernoulli, init.uniform_):
+            cls.generators.append(kwargs.get("generator") if kwargs else None)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [torch.bernoulli, lambda tensor: torch.bernoulli(input=tensor), init.uniform_],
+    ids=["by position", "by name", "init"],
+)
+def test_devices_draw_from_their_own(draw):
+    """A draw into a tensor on another device does not get the generator of the CPU."""
+
+    def given(device):
+        Recorded.generators = []
+        dataset = Drawing(lambda: draw(half().to(device).as_subclass(Recorded)).shape)
+        list(loader_of(dataset, batch_size=None))
+        return {type(generator) for generator in Recorded.generators}
+
+    assert given("meta") == {type(None)}
+    assert given("cpu") == {torch.Generator}
 
 
 def test_an_explicit_generator_is_used():

@@ -89,6 +89,8 @@ def test_a_copy_continues_with_next_epoch(clone, num_batches):
 AUGMENTATIONS = {
     "v1 on PIL": v1.Compose(
         [
+            v1.RandomChoice([v1.Pad(padding) for padding in range(4)]),
+            v1.RandomOrder([v1.RandomRotation(30), v1.CenterCrop(18)]),
             v1.RandomResizedCrop(12),
             v1.RandomHorizontalFlip(),
             v1.RandomVerticalFlip(),
@@ -105,6 +107,7 @@ AUGMENTATIONS = {
             v2.RandomVerticalFlip(),
             v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
             v2.RandAugment(),
+            v2.AugMix(),
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
             v2.RandomErasing(0.5),

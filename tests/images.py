@@ -274,6 +274,43 @@ def _animated_gif(pixels: Pixels) -> bytes:
     return save(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=50)
 
 
+def gif(
+    indices: Pixels,
+    canvas: tuple[int, int],
+    offset: tuple[int, int] = (0, 0),
+    *,
+    palette: Pixels | None = None,
+    frame_palette: Pixels | None = None,
+    background: int = 0,
+    transparent: int | None = None,
+    is_interlaced: bool = False,
+) -> bytes:
+    """A GIF of a frame of palette indices, H×W, below 256. Sizes are (height, width).
+
+    The palettes, colours×3, have a power of two of colours.
+    """
+    file = b"GIF89a" + struct.pack("<HH", *reversed(canvas))
+    file += bytes([_gif_flags(palette), background, 0])
+    file += b"" if palette is None else palette.tobytes()
+    if transparent is not None:
+        file += b"!\xf9\x04\x01\0\0" + bytes([transparent, 0])
+    file += b"," + struct.pack("<HHHH", *reversed(offset), *reversed(indices.shape))
+    file += bytes([_gif_flags(frame_palette) | 0x40 * is_interlaced])
+    file += b"" if frame_palette is None else frame_palette.tobytes()
+    # Codes of nine bits. The table is cleared before each, so that they never become longer.
+    if is_interlaced:
+        indices = np.concatenate([indices[0::8], indices[4::8], indices[2::4], indices[1::2]])
+    codes = [code for index in indices.ravel() for code in (0x100, int(index))]
+    bits = sum(code << 9 * place for place, code in enumerate([*codes, 0x101]))
+    pixels = bits.to_bytes((9 * (len(codes) + 1) + 7) // 8, "little")
+    blocks = [pixels[start : start + 255] for start in range(0, len(pixels), 255)]
+    return file + b"\x08" + b"".join(bytes([len(b)]) + b for b in blocks) + b"\0;"
+
+
+def _gif_flags(palette: Pixels | None) -> int:
+    return 0 if palette is None else 0x80 | len(palette).bit_length() - 2
+
+
 # -- BMP -------------------------------------------------------------------------------------------
 
 

@@ -9,14 +9,15 @@ import PIL.Image
 import PIL.ImageOps
 import pytest
 import torch
+import torchvision.datasets.folder
 import torchvision.io
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from spdl_torch import ImageLoader
+from spdl_torch import ImageError, ImageLoader
 
-from .images import FORMATS, encoded, picture, png, save, seen_by_pil, tiered
-from .tiers import sampled
+from .images import FORMATS, encoded, gif, picture, png, save, seen_by_pil, tiered
+from .tiers import pairwise, sampled
 
 SMALLER = (224, 224)
 LARGER = (350, 480)
@@ -507,12 +508,76 @@ def test_unknown_orientation_is_ignored(orientation):
     assert torch.equal(image, ImageLoader().decode(data))
 
 
-@pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
 def test_exif_is_ignored_by_default(format_name):
-    """The EXIF orientation is ignored by default."""
+    """The EXIF orientation of a file that is no TIFF is ignored by default."""
     options = {"lossless": True} if format_name == "WEBP" else {}
     upright, on_its_side = (turned(format_name, number, **options) for number in (1, 6))
     assert torch.equal(ImageLoader().decode(on_its_side), ImageLoader().decode(upright))
+
+
+def by_default_loader(data, tmp_path):
+    """Return the image that torchvision's folders decode by default."""
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    return torchvision.datasets.folder.default_loader(path)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+def test_tiff_is_turned_by_default(orientation, compression, tmp_path):
+    """The orientation of a TIFF is applied by default, as PIL does."""
+    data = turned("TIFF", orientation, compression=compression)
+    expected = by_default_loader(data, tmp_path)
+    assert difference(ImageLoader().decode(data), expected) == 0
+    size_and_crop = v2.Compose([v2.Resize(101), v2.CenterCrop((60, 81))])
+    image = ImageLoader(101, crop=(60, 81)).decode(data)
+    assert difference(image, size_and_crop(expected)) <= 0.7
+
+
+# -- the canvas of a GIF ---------------------------------------------------------------------------
+
+COLORS = np.random.default_rng(0).integers(0, 256, (2, 256, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("place", "palettes", "background", "transparent", "is_interlaced"),
+    pairwise(
+        # Within the canvas of 13×11, at its beginning, beyond it; and all of it.
+        [(2, 3, 7, 5), (0, 0, 7, 5), (10, 8, 7, 5), (0, 0, 13, 11)],
+        # Colours of the file's palette and of the frame's.
+        [(16, 0), (16, 32), (32, 16), (0, 16), (256, 0), (0, 0)],
+        [0, 5, 200],
+        [None, 0, 3, 20, 200],
+        [False, True],
+    ),
+)
+def test_gif_canvas_equals_pil(place, palettes, background, transparent, is_interlaced, tmp_path):
+    """A GIF whose first frame does not fill it has PIL's pixels beside the frame."""
+    top, left, height, width = place
+    tables = [COLORS[number, :n] if n else None for number, n in enumerate(palettes)]
+    data = gif(
+        # Some are in no palette of 16 colours.
+        np.random.default_rng(1).integers(0, 32, (height, width)),
+        (13, 11),
+        (top, left),
+        palette=tables[0],
+        frame_palette=tables[1],
+        background=background,
+        transparent=transparent,
+        is_interlaced=is_interlaced,
+    )
+    assert difference(ImageLoader().decode(data), by_default_loader(data, tmp_path)) == 0
+
+
+def test_gif_canvas_is_limited():
+    """A frame that enlarges the canvas beyond the limit is an error that names it."""
+    data = gif(np.zeros((2, 2), np.uint8), (3, 3), (60_000, 60_000), palette=COLORS[0])
+    with pytest.raises(ImageError, match="more than max_pixels"):
+        ImageLoader().decode(data)
+    data = gif(np.zeros((2, 2), np.uint8), (3, 3), (0xFFFF, 0), palette=COLORS[0])
+    with pytest.raises(ImageError, match="outside of the largest possible image"):
+        ImageLoader().decode(data)
 
 
 # -- reduced decoding ------------------------------------------------------------------------------

@@ -52,10 +52,12 @@ class ThreadTools(threading.local):
             frames = decoder.decode(packet)
         except FFmpegError as error:
             raise _damaged(file) from error
-        if len(frames) != 1 or frames[0].is_corrupt or _has_holes(frames[0], file):
+        if len(frames) != 1 or frames[0].is_corrupt:
             raise _damaged(file)
         if max_pixels is not None and frames[0].width * frames[0].height > max_pixels:
             raise ImageError(f"it has more than max_pixels={max_pixels:,}")
+        if file.filled is not None:
+            _fill_background(frames[0], file.filled, file)
         if file.has_own_tables:
             self._jpeg_decoders[key] = decoder
         return frames[0]
@@ -183,12 +185,14 @@ def _rows_of(plane: VideoPlane) -> Pixels:
     return rows.reshape(plane.height, plane.line_size)  # type: ignore[no-any-return]
 
 
-def _has_holes(frame: VideoFrame, file: ImageFile) -> bool:
-    """Return whether pixels of a GIF are missing: the decoder makes them transparent."""
-    if file.filled is None:
-        return False
-    alpha = _rows_of(frame.planes[0])[:, 3 : 4 * frame.width : 4]
-    return not file.filled.of(alpha).all()
+def _fill_background(frame: VideoFrame, filled: Box, file: ImageFile) -> None:
+    """Fill a GIF beside its first frame. Raises ImageError if pixels of the frame are missing."""
+    pixels = _rows_of(frame.planes[0])[:, : 4 * frame.width].reshape(frame.height, -1, 4)
+    # The decoder leaves what is not in the file transparent.
+    are_missing = pixels[:, :, 3] == 0
+    if filled.of(are_missing).any():
+        raise _damaged(file)
+    pixels[are_missing] = [*reversed(file.background), 255]
 
 
 def _damaged(file: ImageFile) -> ImageError:

@@ -46,6 +46,8 @@ class ImageFile(NamedTuple):
     """According to the file; FFmpeg may decode an alpha channel in any case."""
     filled: Box | None = None
     """The part of a GIF that must be covered by pixels."""
+    background: bytes = b""
+    """The colour of the other pixels of a GIF: red, green, blue."""
 
     @property
     def name(self) -> str:
@@ -202,41 +204,48 @@ def _parse_png(data: bytes) -> ImageFile:
 
 # -- GIF -------------------------------------------------------------------------------------------
 
+_GRAPHIC_CONTROL = 0xF9
+_GREY_PALETTE = bytes(grey for grey in range(256) for _ in "RGB")
+"""The palette of a file that has none."""
+
 
 def _parse_gif(data: bytes) -> ImageFile:
-    """Return the first frame without its transparent colour and its background colour.
+    """Return the first frame, as PIL sees it: its palette, and its canvas enlarged to hold it.
 
-    Then pixels of the transparent colour get that colour, as in PIL, and pixels that are still
-    transparent are missing from the file.
+    It has no transparent colour: such pixels get that colour, as in PIL, and pixels that are still
+    transparent are missing from the file or beside the frame.
     """
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     position = 13 + _gif_palette_bytes(flags)
-    palette = data[13:position]
+    palette, background = data[13:position], 0
     while data[position] == ord("!"):
+        if data[position + 1] == _GRAPHIC_CONTROL and data[position + 3] & 1:
+            background = data[position + 6]
         position = _after_gif_blocks(data, position + 2)
     if data[position] != ord(","):
         raise ImageError("it is a GIF without an image")
     left, top, frame_width, frame_height, frame_flags = struct.unpack_from(
         "<HHHHB", data, position + 1
     )
-    pixels_at = position + 10
-    if frame_flags & 0x80:
-        pixels_at += _gif_palette_bytes(frame_flags)
-        palette = data[position + 10 : pixels_at]
-    else:
-        frame_flags = frame_flags & 0x78 | flags & 0x87
+    pixels_at = position + 10 + _gif_palette_bytes(frame_flags)
+    palette = data[position + 10 : pixels_at] or palette or _GREY_PALETTE
+    palette = palette.ljust(len(_GREY_PALETTE), b"\0")
     end = _after_gif_blocks(data, pixels_at + 1)
     if end > len(data):
         raise _truncated(data)
-    # Only the frame gets the palette, because FFmpeg would fill the image with a colour of the
+    height, width = max(height, top + frame_height), max(width, left + frame_width)
+    if max(height, width) > 0xFFFF:
+        raise ImageError("it is a GIF whose first frame is outside of the largest possible image")
+    # Only the frame gets a palette, because FFmpeg would fill the image with a colour of the
     # file's palette. Blocks between them, such as the transparent colour, are left out.
-    header = data[:10] + bytes([flags & 0x7F]) + data[11:13]
-    frame = data[position : position + 9] + bytes([frame_flags])
+    header = data[:6] + struct.pack("<HHB", width, height, flags & 0x7F) + data[11:13]
+    frame = data[position : position + 9] + bytes([frame_flags & 0x40 | 0x87])
     return ImageFile(
         "gif",
         (height, width),
         header + frame + palette + data[pixels_at:end] + b";",
         filled=Box(top, left, frame_height, frame_width),
+        background=palette[3 * background : 3 * background + 3],
     )
 
 

@@ -53,7 +53,7 @@ class ImageLoader:
         horizontal_flip: Probability of a horizontal flip.
         mode: `"RGB"` or `"L"` without alpha. `"unchanged"` returns one channel for grey images,
             three for colour, and one more for alpha.
-        apply_exif_orientation: Turn the image as its EXIF entry says.
+        apply_exif_orientation: Turn the image as its EXIF entry says. A TIFF is always turned.
         reducing_gap: A JPEG is decoded at a quarter or an eighth of its size if that leaves
             `reducing_gap` times as much as `size` needs, and not below the random part that is
             kept. None always decodes all pixels.
@@ -155,7 +155,8 @@ class ImageLoader:
     def _pixels(self, data: bytes, generator: torch.Generator | None) -> torch.Tensor:
         file = parsed(data, self.max_pixels)
         orientation = _AS_STORED
-        if self.apply_exif_orientation:
+        if self.apply_exif_orientation or file.codec == "tiff":
+            # PIL always turns a TIFF, whose orientation is a tag of the format and not of EXIF.
             orientation = Orientation.of_exif(file.exif_orientation)
         plan, reduction, num_rows = None, 0, None
         if file.can_be_reduced and file.size is not None and self.reducing_gap is not None:

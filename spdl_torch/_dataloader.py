@@ -20,6 +20,7 @@ from ._epochs import Epochs
 from ._event_loops import EventLoop
 from ._iterator import EpochIterator, LiveIterators
 from ._profiling import Profile, make_profile
+from ._resume import set_sampler_epoch
 from ._settings import LoaderSettings, advice_on, check_arguments
 from ._stats import LoaderStats, num_cores, stats_of
 
@@ -257,7 +258,10 @@ class DataLoader(
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the sampler, if it has epochs, and of what a `seed` determines."""
-        self._epochs.set_epoch(LoaderSettings.of(self), epoch)
+        if hasattr(self, "_epochs"):
+            self._epochs.set_epoch(LoaderSettings.of(self), epoch)
+        else:  # A subclass that has not called our __init__. Frameworks call what they find.
+            set_sampler_epoch(self._index_sampler, epoch)
 
     def check_worker_number_rationality(self) -> None:
         """Warn about more workers than the cores can use."""

@@ -75,3 +75,18 @@ def test_torchdata_iterates_by_itself():
         "    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]\n"
         "    assert len(list(copy.copy(resumed))) == len(resumed) == 3\n"
     )
+
+
+def test_torchdata_has_set_epoch():
+    """After install(), a framework that finds set_epoch() of torchdata's loader can call it."""
+    assert_says_nothing(
+        "import warnings\n"
+        "warnings.filterwarnings('ignore', message=\".*'set_vital' is deprecated\")\n"
+        "import spdl_torch\n"
+        "spdl_torch.install()\n"
+        "from torch.utils.data import DistributedSampler\n"
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "sampler = DistributedSampler(range(6), num_replicas=1, rank=0)\n"
+        "StatefulDataLoader(range(6), batch_size=2, sampler=sampler).set_epoch(5)\n"
+        "assert sampler.epoch == 5\n"
+    )

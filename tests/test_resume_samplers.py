@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from spdl_torch import DataLoader
@@ -217,6 +217,76 @@ def test_sampler_state_is_taken_when_asked(workers):
     assert sorted(first + rest) == list(range(SIZE))
 
 
+class CountedIterator:
+    """Draws in sequence. Has a state, and counts how often it is asked for it."""
+
+    num_asked: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == SIZE:
+            raise StopIteration
+        self.position += 1
+        return self.position - 1
+
+    def state_dict(self):
+        type(self).num_asked += 1
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class InSequence(Shuffled):
+    def __iter__(self):
+        return CountedIterator()
+
+
+class CountedDataset(Dataset):
+    """Has a state, and counts how often it is asked for it."""
+
+    num_asked = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index):
+        return index
+
+    def state_dict(self):
+        self.num_asked += 1
+        return {"version": self.num_asked}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [{}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "multiprocessing"}],
+    ids=["caller", "threads", "processes"],
+)
+def test_other_states_are_taken_when_asked(workers):
+    """A sampler's iterator and a map-style dataset are asked for their states by state_dict()."""
+    dataset, other = CountedDataset(), CountedDataset()
+    CountedIterator.num_asked = 0
+    loader = DataLoader(dataset, batch_size=4, sampler=InSequence(""), **workers)
+    iterator = iter(loader)
+    assert values(islice(iterator, 3)) == list(range(12))
+    assert (CountedIterator.num_asked, dataset.num_asked) == (0, 0)
+    state = loader.state_dict()
+    assert (CountedIterator.num_asked, dataset.num_asked) == (1, 1)
+    resumed = DataLoader(other, batch_size=4, sampler=InSequence(""), **workers)
+    resumed.load_state_dict(state)
+    assert values(resumed) == values(iterator) == list(range(12, SIZE))
+    assert other.loaded == {"version": 1}
+
+
 class Counting(IterableDataset):
     """Counts, and how often it was asked for its state."""
 
@@ -290,6 +360,17 @@ def test_replaced_sampler_is_used(moment, workers):
     loader.batch_sampler.sampler = Backwards()
     assert values(iterator or loader) == list(range(7, -1, -1))
     assert values(loader) == list(range(7, -1, -1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_replaced_sampler_cannot_resume(workers):
+    """A sampler that is set after the state of an epoch in progress was loaded is an error."""
+    loader, other = (DataLoader(range(8), batch_size=4, num_workers=workers) for _ in range(2))
+    next(iter(loader))
+    other.load_state_dict(loader.state_dict())
+    other.batch_sampler.sampler = Backwards()
+    with pytest.raises(ValueError, match="saved with a sampler of the kind SequentialSampler"):
+        list(other)
 
 
 class Wrapper(Sampler):

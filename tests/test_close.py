@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 
 import pytest
 
 from spdl_torch import DataLoader
 
-from .datasets import Sharded, Squares
+from .datasets import PATIENCE_SECONDS, Sharded, Squares
 
 PROCESSES = {"num_workers": 2, "worker_method": "multiprocessing"}
 ALL_WORKERS = pytest.mark.parametrize(
@@ -77,6 +78,42 @@ def test_a_closed_iterator_raises(workers):
             next(iterator)
     with pytest.raises(RuntimeError, match="closed"):
         iter(loader)
+
+
+loop_waits = threading.Event()
+
+
+class TellsOfArrival:
+    def __setstate__(self, state):
+        loop_waits.set()
+
+
+class FirstIsStuck(Squares):
+    """Never returns its first sample. The second arrives while the loop waits for it."""
+
+    def __getitem__(self, index):
+        if index == 0:
+            threading.Event().wait(PATIENCE_SECONDS)
+        arrival = TellsOfArrival()
+        arrival.index = index
+        return arrival
+
+
+def test_close_ends_waiting_for_processes():
+    """A loop that waits for a worker process gets an error if another thread closes the loader."""
+    loop_waits.clear()
+    loader = DataLoader(FirstIsStuck(2), batch_size=None, **PROCESSES)
+
+    def close():
+        assert loop_waits.wait(PATIENCE_SECONDS)
+        loader.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iter(loader))
+    closing.join()
+    assert multiprocessing.active_children() == []
 
 
 @ALL_WORKERS

@@ -122,6 +122,15 @@ class _Workers(_MultiProcessingDataLoaderIter, _SeedsOfProgress):
                 self._collate_fn = _unchanged
         self._init_fn_of_workers = worker_init_fn
 
+    def _try_get_data(self, *args: Any, **kwargs: Any) -> Any:
+        # torch calls this every few seconds until there is a batch. Another thread may have closed
+        # the loader since, and then there will be none.
+        try:
+            return super()._try_get_data(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            if self._shutdown:
+                raise RuntimeError(CLOSED)
+
     @property
     def is_in_parent(self) -> bool:
         return os.getpid() == self._process_id

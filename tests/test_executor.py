@@ -358,6 +358,25 @@ class RunsTheFirst(Executor):
         return future
 
 
+class Filled(torch.utils.data.Dataset):
+    """Its samples are large enough for several intra-op threads."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.zeros(200_000).fill_(index)
+
+
+@pytest.mark.timeout(30)
+def test_forked_pool_uses_one_intra_op_thread():
+    """A process that was forked after torch had used threads does not wait for them."""
+    torch.zeros(200_000).fill_(1)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        loader = DataLoader(Filled(), num_workers=1, preprocess_executor=pool)
+        assert [batch[0, 0].item() for batch in loader] == [0, 1, 2, 3]
+
+
 def test_fork_keeps_parents_tasks():
     """A forked child does not cancel its parent's tasks."""
     reader, writer = os.pipe()

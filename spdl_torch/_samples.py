@@ -8,10 +8,9 @@ travel with what they are made from.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -215,16 +214,9 @@ def init_process(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
 def call_with_key(hook: Callable[[Any], Any], keyed: tuple[Any, Key]) -> Any:
     """Call a hook in a worker of an executor, with a value and the RNG key of its sample."""
     value, key = keyed
-    _enter_process(os.getpid())
+    # One intra-op thread in a worker process, as in torch's. A process that was forked after torch
+    # had used more would wait for threads that it has not.
+    if torch.get_num_threads() > 1 and multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)
     with SampleRngMode(KeyCursor(key)):
         return hook(value)
-
-
-@lru_cache(maxsize=1)
-def _enter_process(process_id: int) -> None:  # noqa: ARG001 (a forked process has a copy of the cache)
-    """Let a worker process use one intra-op thread, as torch's do.
-
-    A process that was forked after torch had used more would wait for threads that it has not.
-    """
-    if multiprocessing.parent_process() is not None:
-        torch.set_num_threads(1)

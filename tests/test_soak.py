@@ -102,9 +102,6 @@ class NumberedStaged(StagedDataset, Numbered):
     def preprocess(self, raw):
         return Numbered.__getitem__(self, raw)
 
-    def __getitem__(self, index):
-        return Numbered.__getitem__(self, index)
-
 
 class NumberedAsync(NumberedStaged):
     async def load(self, index):

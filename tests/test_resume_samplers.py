@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler
 from torch.utils.data import WeightedRandomSampler as Weighted
@@ -91,6 +91,8 @@ def values(batches):
     stops=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     sizes=st.lists(st.integers(1, 7), min_size=4, max_size=4),
 )
+@example("torch", Shuffled, 0, False, [1, 3, 4], [1, 6, 7, 1])  # The third run ends the epoch.
+@example("torch", Shuffled, 0, False, [1, 3, 3], [1, 6, 7, 1])  # The fourth run finds nothing left.
 @settings(max_examples=60, deadline=None)
 def test_no_silent_loss_or_repetition(how, cls, workers, in_order, stops, sizes):
     """A resumed epoch delivers each sample once, or the error says that it cannot."""
@@ -103,13 +105,15 @@ def test_no_silent_loss_or_repetition(how, cls, workers, in_order, stops, sizes)
         with loader:
             loader.load_state_dict(state)
             iterator = iter(loader)
+            stop = stops[number] if number < len(stops) else SIZE + 1
             try:
-                delivered += values(islice(iterator, *stops[number : number + 1] or [None]))
+                batches = list(islice(iterator, stop))
             except RuntimeError as error:
                 refused = str(error)
                 break
-            if len(delivered) == SIZE:
-                break  # The epoch may be over, and the state that of the next.
+            delivered += values(batches)
+            if len(batches) < stop:
+                break  # The epoch has ended, so the state would be that of the next.
             state = loader.state_dict()
     may_be_refused = how in ("random", "numpy") and cls is not ShuffledWithState
     is_complete = sorted(delivered) == list(range(SIZE))

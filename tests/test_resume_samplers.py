@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -133,6 +135,75 @@ def test_unrepeatable_sampler_is_refused(kind, workers):
     loaders[1].load_state_dict(loaders[0].state_dict())
     with pytest.raises(RuntimeError, match=r"numpy.*set_epoch.*state_dict"):
         next(iter(loaders[1]))
+
+
+@dataclass
+class Key:
+    number: int
+
+
+class ShuffledKeys(Sampler):
+    """Draws one object for every four numbers, in an order that differs unless there is a seed."""
+
+    def __init__(self, make, seed=None) -> None:
+        self.make = make
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return SIZE // 4
+
+    def __iter__(self):
+        order = np.random.default_rng(self.seed).permutation(SIZE).tolist()
+        for first in range(0, SIZE, 4):
+            yield self.make(order[first : first + 4])
+
+
+class SameList(ShuffledKeys):
+    """Draws a list that it changes for the next draw."""
+
+    def __iter__(self):
+        drawn = []
+        for index in super().__iter__():
+            drawn[:] = index
+            yield drawn
+
+
+KEYS = {
+    "dataclass": lambda numbers: Key(numbers[0]),
+    "dict": lambda numbers: {"number": numbers[0]},
+    "path": lambda numbers: Path(f"{numbers[0]}.png"),
+    "range": lambda numbers: range(numbers[0], numbers[0] + 1),
+    "set": set,
+    "slice": lambda numbers: slice(numbers[0], None),
+    "iterator": iter,
+    "list": list,
+}
+
+
+class Same(Dataset):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"), [*((ShuffledKeys, kind) for kind in KEYS), (SameList, "list")]
+)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_indices_of_any_type_are_compared(cls, kind, seed):
+    """Indices that are not numbers are compared on resume too, by their repr."""
+    loaders = [DataLoader(Same(), sampler=cls(KEYS[kind], seed), batch_size=None) for _ in range(2)]
+    iterator = iter(loaders[0])
+    for _ in range(4):
+        next(iterator)
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    if seed is None:
+        with pytest.raises(RuntimeError, match="does not draw the same indices"):
+            next(iter(loaders[1]))
+    else:
+        assert list(loaders[1]) == list(iterator)
 
 
 def test_changed_torch_weights_are_refused():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -22,7 +23,10 @@ def digest_of(indices: Sequence[Any], before: int = 0) -> int:
 
 
 def _bytes_of(index: Any) -> bytes:
-    """Return bytes that are the same in every process."""
+    """Return bytes that are the same in every process.
+
+    Objects are told apart by their repr, without the addresses in it.
+    """
     try:
         return array("q", [index]).tobytes()
     except (TypeError, OverflowError):
@@ -31,6 +35,17 @@ def _bytes_of(index: Any) -> bytes:
         index = index.tolist()
     if isinstance(index, list | tuple):
         return b"[%b]" % b"".join(map(_bytes_of, index))
-    if isinstance(index, str | bytes | int | float | None):
-        return repr(index).encode()
-    return type(index).__name__.encode()  # The text of other objects may have their address.
+    if isinstance(index, set | frozenset):  # Strings have another order in each process.
+        return b"{%b}" % b"".join(sorted(map(_bytes_of, index)))
+    text = repr(index)
+    if not isinstance(index, str | bytes):
+        text = re.sub(" at 0x[0-9a-f]+", "", text)
+    return text.encode()
+
+
+def lasting(drawn: Any) -> Any:
+    """Return what a sampler drew, so that it stays as it is.
+
+    A sampler may change its list later, and an iterator is used up by the first who reads it.
+    """
+    return list(drawn) if isinstance(drawn, list | Iterator) else drawn

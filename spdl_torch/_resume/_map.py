@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 from .._engine import warn_caller
 from .._ranges import Ranges
 from .._settings import LoaderSettings
-from ._digest import digest_of
+from ._digest import digest_of, lasting
 from ._orders import order_of, rank_of
 from ._progress import EpochProgress
 from ._state import MapState, is_stateful, state_of
@@ -130,15 +130,13 @@ class MapProgress(EpochProgress):
             self._start_over()
         draws, batches = self._order.open(), self._batch_sampler
         if batches is None:
-            return draws
+            return map(lasting, draws)
         return iter(BatchSampler(draws, self._num_units, batches.drop_last))
 
     def _kept(self, draws: Iterator[Any]) -> Iterator[Any]:
         """Yield the draws, and keep each until it is delivered."""
-        for number, each in enumerate(draws):
-            # An iterator is used up, and a sampler may change its list later.
-            drawn = list(each) if isinstance(each, Iterator) else each
-            self._in_flight.append((number, drawn[:] if isinstance(drawn, list) else drawn))
+        for number, drawn in enumerate(draws):
+            self._in_flight.append((number, lasting(drawn)))  # A dataset may change its list.
             yield drawn
 
     def _start_over(self) -> None:

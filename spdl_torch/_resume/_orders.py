@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler, Sequent
 
 from .._ranges import Ranges
 from .._sampler import GlobalSampler
-from ._digest import digest_of
+from ._digest import digest_of, lasting
 from ._state import State, is_stateful, state_of
 
 
@@ -309,7 +309,8 @@ class _ReplayedOrder(Order):
                 self._iterator = iterator
                 iterator = self._noting_start_and_end(iterator)
                 # What is passed over to resume has been drawn too.
-                self.ahead += islice(iterator, max(0, self.done.stop - len(self.ahead)))
+                passed = islice(iterator, max(0, self.done.stop - len(self.ahead)))
+                self.ahead += map(lasting, passed)
             else:
                 # Most draw with the first index.
                 iterator = chain(list(islice(iterator, 1)), iterator)
@@ -450,7 +451,8 @@ def replay(indices: Iterator[Any], order: Order) -> Iterator[Any]:
     for start, stop in order.done:
         while place < stop:
             end = start if place < start else min(place + _CHUNK, stop)
-            chunk = list(islice(indices, end - place))
+            some = islice(indices, end - place)
+            chunk = [index if type(index) is int else lasting(index) for index in some]
             if not chunk:
                 break  # The last batch counts as full, so there may be fewer.
             found = digest_of(chunk, found)

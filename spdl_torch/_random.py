@@ -3,6 +3,10 @@
 A key is a tuple of integers: the seed, the epoch, and which sample of the epoch it is. A thread, a
 worker process, an executor and the calling thread all make generators from it in the same way. The
 process-wide generators belong to the training loop and are left alone.
+
+Code that draws from process-wide generators is led to those of the sample in one of two ways. In
+the process of the training loop, `SampleRngMode` does it for torch, in one thread at a time. In a
+worker process of ours, `redirect_draws` does it for torch, `random` and `numpy.random`, for good.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from ._child_random import is_redirected, redirect_random_and_numpy, replace_names
 from ._permutation import key_of
-from ._torch_patches import redirect_random, redirect_seeding
+from ._torch_patches import redirect_random, redirect_seeding, redirect_torch
 
 Key = tuple[int, ...]
 
@@ -54,11 +59,19 @@ class KeyCursor:
         return self._key
 
 
+_OF_RANDOM: Final = 1
+_OF_NUMPY: Final = 2
+"""Set apart the seeds of the two modules from each other and from that of the sample."""
+
+
 class SampleRng:
     """The generators of the sample at which a cursor is.
 
     They are seeded by the first draw of a sample, so that a sample that draws nothing costs
-    nothing. Has the attributes of the `rng` in torch's `WorkerInfo`.
+    nothing. Has the attributes of the `rng` in torch's `WorkerInfo`, and what `random` and
+    `numpy.random` draw from in a worker process. Those are generators of their own: a sample that
+    uses `random` and `sample_rng().random` draws the same from the latter in any process, and what
+    it draws from one is independent of what it draws from the other.
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -69,6 +82,10 @@ class SampleRng:
         self._torch_generator: torch.Generator | None = None
         self._numpy_generator: np.random.Generator | None = None
         self._random_generator: random.Random | None = None
+        self._module_random: random.Random | None = None
+        self._module_random_is_seeded = False
+        self._module_numpy: np.random.RandomState | None = None
+        self._module_numpy_is_seeded = False
 
     @property
     def torch_generator(self) -> torch.Generator:
@@ -95,6 +112,33 @@ class SampleRng:
             self._random_generator = random.Random(self._seed)
         return self._random_generator
 
+    @property
+    def module_random(self) -> random.Random:
+        """What the functions of `random` draw from in a worker process."""
+        self._begin_sample()
+        if self._module_random is None:
+            self._module_random = random.Random()
+        if not self._module_random_is_seeded:
+            self._module_random.seed(key_of(self._seed, _OF_RANDOM))
+            self._module_random_is_seeded = True
+        return self._module_random
+
+    @property
+    def module_numpy(self) -> np.random.RandomState:
+        """What the functions of `numpy.random` draw from in a worker process."""
+        self._begin_sample()
+        if self._module_numpy is None:
+            self._module_numpy = np.random.RandomState()
+        if not self._module_numpy_is_seeded:
+            self._module_numpy.seed(divmod(key_of(self._seed, _OF_NUMPY), 1 << 32))
+            self._module_numpy_is_seeded = True
+        return self._module_numpy
+
+    @property
+    def is_reseeded(self) -> bool:
+        """Whether the sample's own code has seeded the torch generator."""
+        return self.torch_generator.initial_seed() != self._seed
+
     def restart(self) -> None:
         """Draw the same numbers as from the beginning of the sample."""
         self._seeded_at = None
@@ -105,6 +149,7 @@ class SampleRng:
             self._seeded_at = position
             self._seed = key_of(*self._cursor.key())
             self._torch_is_seeded = False
+            self._module_random_is_seeded = self._module_numpy_is_seeded = False
             self._numpy_generator = self._random_generator = None
 
 
@@ -243,7 +288,7 @@ class SampleRngMode(TorchFunctionMode):
 
     def __init__(self, cursor: Cursor | None = None) -> None:
         super().__init__()
-        redirect_seeding(_current_torch_generator)
+        redirect_seeding(_current_torch_generator, _torch_generator_to_ask)
         redirect_random(_current_torch_generator)
         self._rng = None if cursor is None else SampleRng(cursor)
 
@@ -279,17 +324,75 @@ def _draws_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         if (device := kwargs.get("device")) is not None:
             return torch.device(device).type == "cpu"
         args = *args, *kwargs.values()
+    device_type = None
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            return arg.device.type == "cpu"
-        if isinstance(arg, torch.Generator):
+            device_type = device_type or arg.device.type
+        elif isinstance(arg, torch.Generator):
             return False
-    return True
+    if device_type is None and torch._C._len_torch_function_stack():  # Or it is the CPU.
+        device_type = torch.get_default_device().type
+    return device_type in (None, "cpu")
 
 
 def _current_torch_generator() -> torch.Generator | None:
     rng = _current_rng.get()
     return None if rng is None else rng.torch_generator
+
+
+def _torch_generator_to_ask() -> torch.Generator | None:
+    """Return the generator that `torch.initial_seed()` tells of, or None for the default one.
+
+    In a worker process that is the one with the seed of the worker, as with torch's workers, until
+    the sample's code has called `torch.manual_seed()`.
+    """
+    rng = _current_rng.get()
+    if rng is None or (is_redirected() and not rng.is_reseeded):
+        return None
+    return rng.torch_generator
+
+
+# -- code that draws in a worker process ----------------------------------------------------------
+
+
+def redirect_draws() -> None:
+    """Let all code of this process that draws draw from the current RNG, if there is one.
+
+    This replaces functions of torch, `random` and `numpy.random` for good. Call it when a worker
+    process of ours begins, before it has further threads. Outside of a sample, they draw from the
+    generators of the process as before.
+    """
+    if is_redirected():
+        return
+    redirect_seeding(_current_torch_generator, _torch_generator_to_ask)
+    replacements = redirect_torch(_DRAWING, _drawing_from_sample, _current_torch_generator)
+    replacements += redirect_random_and_numpy(
+        lambda: None if (rng := _current_rng.get()) is None else rng.module_random,
+        lambda: None if (rng := _current_rng.get()) is None else rng.module_numpy,
+    )
+    replace_names(replacements)
+
+
+def _drawing_from_sample(function: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        rng = _current_rng.get()
+        if rng is not None and _draws_on_cpu(args, kwargs):
+            kwargs["generator"] = rng.torch_generator
+        return function(*args, **kwargs)
+
+    return draw
+
+
+def sample_context(cursor: Cursor | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Return what a worker is inside of while it makes samples; it may be entered again and again.
+
+    The RNG of the sample at the cursor becomes the current one, and what draws through torch draws
+    from it. Without a cursor, the current RNG is left to `use_rng`.
+    """
+    if not is_redirected():
+        return SampleRngMode(cursor)
+    redirect_random(_current_torch_generator)  # torchvision may have been imported meanwhile.
+    return use_rng(None if cursor is None else SampleRng(cursor))
 
 
 # -- the process-wide generators ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A drop-in replacement for torch's DataLoader: a staged pipeline of threads in one process."""
+"""A drop-in replacement for torch's DataLoader: a staged pipeline of threads in child processes."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ from ._dataset import StagedDataset
 from ._device import transfer
 from ._engine import LoopStats, Span, StageStats
 from ._install import install
+from ._plan import Plan
 from ._profiling import CachedLoader, Headroom, Profile, Scaling
 from ._random import sample_rng
 from ._sampler import DistributedDeterministicSampler, DistributedRandomSampler
@@ -29,6 +30,7 @@ __all__ = [
     "ImageLoader",
     "LoaderStats",
     "LoopStats",
+    "Plan",
     "Profile",
     "ReplaceBadSamples",
     "RetryLoad",

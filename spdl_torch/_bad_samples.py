@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import operator
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from pathlib import Path
 from typing import Any, Final
@@ -188,7 +189,12 @@ class BadSamplePolicy:
     ) -> Exception | None:
         """Record a bad sample; return the error of the log file, or of one too many bad samples."""
         assert self._replace is not None
-        bad = BadSample(_plain(index), path_of(dataset, index, error), stage, _text_of(error))
+        return self._add(
+            BadSample(_plain(index), path_of(dataset, index, error), stage, _text_of(error))
+        )
+
+    def _add(self, bad: BadSample) -> Exception | None:
+        assert self._replace is not None
         is_new = self._bad_samples.setdefault(repr(bad.index), bad) is bad
         if is_new and self._replace.log is not None:
             try:
@@ -206,6 +212,31 @@ class BadSamplePolicy:
             + "".join(shown)
             + ("\n  …" if len(bad_samples) > _NUM_SHOWN else "")
         )
+
+    def for_child(self) -> BadSamplePolicy:
+        """Return the policy of a child process, whose parent logs and counts what it records."""
+        policy = copy.copy(self)
+        policy._max_count = None
+        policy._bad_samples, policy._retries = {}, []
+        if self._replace is not None:
+            policy._replace = replace(self._replace, log=None)
+        return policy
+
+    def take_new(self) -> tuple[list[BadSample], int]:
+        """Return what was recorded since the last call, in a child process."""
+        bad_samples: list[BadSample] = []
+        with contextlib.suppress(KeyError):
+            while self._bad_samples:
+                bad_samples.append(self._bad_samples.popitem()[1])
+        num_retries = len(self._retries)
+        del self._retries[:num_retries]
+        return bad_samples, num_retries
+
+    def add_from_child(self, bad_samples: list[BadSample], num_retries: int) -> Exception | None:
+        """Add what a child process has recorded; return an error as `record` does."""
+        self._retries += [None] * num_retries
+        failures = [self._add(bad) for bad in bad_samples]
+        return next((failure for failure in failures if failure is not None), None)
 
     def retried(
         self, load: Callable[[Any], Any], sleep: Callable[[float], object] = time.sleep

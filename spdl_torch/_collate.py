@@ -30,6 +30,15 @@ def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = 
     return collate(samples, collate_fn_map=fn_map)
 
 
+def collate_in(empty: Callable[..., torch.Tensor]) -> None:
+    """Let torch's `default_collate`, and ours, write tensors into memory from `empty`.
+
+    Only in a child process. torch's would put them into shared memory of their own in a worker.
+    """
+    if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
+        default_collate_fn_map[torch.Tensor] = partial(_collate_tensors, empty=empty)
+
+
 def _collate_ints(samples: list[Any], **_: Any) -> torch.Tensor:
     # Most batches have labels, and torch.tensor takes four times as long as this.
     if set(map(type, samples)) == {int}:

@@ -19,6 +19,7 @@ from ._engine import warn_caller
 from ._epochs import Epochs
 from ._event_loops import EventLoop
 from ._iterator import EpochIterator, LiveIterators
+from ._plan import Plan, plan_of
 from ._profiling import Profile, make_profile
 from ._resume import set_sampler_epoch
 from ._settings import LoaderSettings, advice_on, check_arguments
@@ -31,27 +32,42 @@ SampleT_co = TypeVar("SampleT_co", covariant=True)
 class DataLoader(
     torch.utils.data.DataLoader[SampleT_co], AbstractContextManager["DataLoader[Any]"]
 ):
-    """torch's `DataLoader` with its workers as staged threads in one process.
+    """torch's `DataLoader` with its workers as staged threads in child processes.
 
-    Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default. For
-    worker threads, `num_workers` is the number of threads that preprocess and collate (those that
-    load come on top), `prefetch_factor` is the number of batches in flight per worker, a `timeout`
-    error names the samples in flight, `worker_init_fn` runs in each thread with the process-wide
-    generators protected, and `persistent_workers` keeps the threads between epochs.
+    Takes every argument of `torch.utils.data.DataLoader`, with the same meaning and default. Some
+    mean more for worker threads:
+
+    - `num_workers`: how many threads preprocess and collate, in all processes together. Those that
+      load come on top.
+    - `worker_init_fn`: runs in each thread. It does not seed the samples, which have generators of
+      their own. With `num_processes=0`, the generators of the process are restored.
+    - `persistent_workers`: keeps the child processes, and their datasets, between epochs.
+      Otherwise each epoch starts new ones, at its first batch, with the dataset as it is then.
+    - `multiprocessing_context`: how child processes start. If they are not forked, the dataset,
+      `collate_fn` and `worker_init_fn` are pickled.
+    - `timeout`: the error names the samples in flight, and where in the dataset's code they are.
 
     Args beyond torch's, all by keyword:
         worker_method: ``"thread"``, or ``"multiprocessing"`` for torch's own worker processes.
+        num_processes: in how many child processes the worker threads live; 0 for this process,
+            where they slow a training step that runs Python. The threads of a process share its
+            dataset. Default: one, if the dataset is known to be thread-safe, for example by its
+            attribute ``thread_safe = True``; otherwise one for each worker, as in torch; 0 where
+            child processes are of no use. `plan` says what was chosen, and why.
         num_io_workers: how many samples the load stage works on at a time, if the dataset has one
             (`StagedDataset`). Default: twice `num_workers`, at least 8.
         num_cpu_workers: how many threads preprocess and collate. Default: `num_workers`.
         buffer_size: how many batches may be in flight. Default: ``prefetch_factor * num_workers``
             as in torch, or more if the load stage needs it to keep its workers busy.
         preprocess_executor: a `concurrent.futures.Executor` that preprocesses the samples, for
-            code that holds the GIL. It stays yours: the loader does not shut it down.
-        copy_dataset: make a copy of a map-style dataset for every worker thread, by pickling, for
-            datasets that are not thread-safe. Iterable datasets are always copied.
+            code that holds the GIL. It stays yours: the loader does not shut it down. The worker
+            threads are then in this process.
+        copy_dataset: where threads share a process, make a copy of a map-style dataset for each of
+            them, by pickling. A worker that is alone in its process needs none. Iterable datasets
+            are always copied.
         seed: fixes the order and what every sample draws through torch or `sample_rng`, whatever
-            the number and kind of workers. Each epoch draws other numbers; `set_epoch` chooses one.
+            the number and kind of workers; in child processes, also what it draws from `random`
+            and `numpy.random`. Each epoch draws other numbers; `set_epoch` chooses one.
             Default: torch's generator decides, as in torch.
         on_error: what to do about a sample that cannot be made: ``"raise"`` its exception, or
             `ReplaceBadSamples`, `RetryLoad`, or one of each in a list. For map-style datasets.
@@ -102,6 +118,7 @@ class DataLoader(
         pin_memory_device: str = "",
         in_order: bool = True,
         worker_method: Literal["thread", "multiprocessing"] = "thread",
+        num_processes: int | None = None,
         num_io_workers: int | None = None,
         num_cpu_workers: int | None = None,
         buffer_size: int | None = None,
@@ -114,6 +131,7 @@ class DataLoader(
         stats_interval: float | None = None,
     ) -> None:
         self.worker_method = worker_method
+        self.num_processes = num_processes
         self.num_io_workers = num_io_workers
         self.num_cpu_workers = num_cpu_workers
         self.buffer_size = buffer_size
@@ -215,6 +233,11 @@ class DataLoader(
         self._bad_sample_policy.restore(state_dict.get("bad_samples", []))
         # Persistent workers have their datasets where the last epoch left them.
         self._iterator = None
+
+    @property
+    def plan(self) -> Plan:
+        """Where the workers live, and why. `print(loader.plan)` says it in a sentence."""
+        return plan_of(LoaderSettings.of(self))
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:

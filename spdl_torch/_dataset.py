@@ -152,6 +152,9 @@ def hooks_of(dataset: Any, *, batched: bool) -> Hooks:
 
     The dataset's class decides, not a method's name: an unrelated method may be called `load`.
     """
+    if getattr(dataset, "thread_safe", None) is False:
+        # Stages are threads too, so one at a time makes whole samples.
+        return _fused_hooks(dataset, batched)
     if isinstance(dataset, StagedDataset):
         return _staged_hooks(dataset, batched)
     if type(dataset) is Subset:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from ._bad_samples import substitutes
 from ._dataset import Hooks, completed, hooks_of
 from ._engine import NUM_EARLIER, WorkerCursor, check_count
-from ._random import Key, KeyCursor, SampleRngMode
+from ._random import Key, KeyCursor, sample_context
 from ._resume import LOAD, PREPROCESS, MapProgress, SampleCount, key_for
 from ._settings import LoaderSettings
 
@@ -69,6 +69,8 @@ class SampleMaker(Dataset[Any]):
         self._cursor = KeyCursor()
         self._stage = ""
         """The stage of the sample that is being made."""
+        self.on_move: Callable[[int], object] | None = None
+        """Called with the slot of each sample before it is made."""
 
     # Not made in the constructor: a `worker_init_fn` may change the dataset before the first batch,
     # and neither generators nor hooks need to be pickled.
@@ -78,8 +80,8 @@ class SampleMaker(Dataset[Any]):
         return hooks_of(self.dataset, batched=self._uses_batch_hooks)
 
     @cached_property
-    def _mode(self) -> SampleRngMode:
-        return SampleRngMode(self._cursor)
+    def _mode(self) -> AbstractContextManager[Any]:
+        return sample_context(self._cursor)
 
     def __getitem__(self, draw: Draw) -> Any:
         """Return the batch of a draw."""
@@ -148,6 +150,8 @@ class SampleMaker(Dataset[Any]):
         return self._policy.retried(partial(completed, load))
 
     def _move_to(self, draw: Draw, slot: int, stage: int) -> None:
+        if self.on_move is not None:
+            self.on_move(slot)
         if draw.keys is not None:
             self._cursor.move((*draw.keys[slot], stage))
 
@@ -186,7 +190,7 @@ class SeededIterable(IterableDataset[Any]):
         key = self._base_seed, self._epoch, 0 if info is None else info.id
         self._epoch += 1  # Persistent workers iterate again.
         cursor = KeyCursor((*key, 0))
-        mode = SampleRngMode(cursor)
+        mode = sample_context(cursor)
         with mode:
             iterator = iter(self.dataset)
         for number in count(1):
@@ -218,5 +222,5 @@ def call_with_key(hook: Callable[[Any], Any], keyed: tuple[Any, Key]) -> Any:
     # had used more would wait for threads that it has not.
     if torch.get_num_threads() > 1 and multiprocessing.parent_process() is not None:
         torch.set_num_threads(1)
-    with SampleRngMode(KeyCursor(key)):
+    with sample_context(KeyCursor(key)):
         return hook(value)

@@ -41,6 +41,7 @@ class LoaderSettings:
     persistent_workers: bool
     in_order: bool
     worker_method: str
+    num_processes: int | None
     num_io_workers: int | None
     num_cpu_workers: int | None
     buffer_size: int | None
@@ -141,6 +142,7 @@ def check_arguments(
             "prefetch_factor must be at least 1, got 0. Leave it out for the default of 2, "
             "or set num_workers=0 to load in the calling thread."
         )
+    _check_num_processes(loader, num_workers)
     for name in ("num_io_workers", "num_cpu_workers", "buffer_size", "snapshot_every_n_steps"):
         count = getattr(loader, name)
         if not isinstance(count, int | None):
@@ -170,9 +172,32 @@ def check_arguments(
     _check_combination(loader, dataset, num_workers)
 
 
+def _check_num_processes(loader: Any, num_workers: int) -> None:
+    num_processes = loader.num_processes
+    if num_processes is None:
+        return
+    if not isinstance(num_processes, int):
+        raise TypeError(
+            f"num_processes must be an int, got {num_processes!r}. Leave it out for the default."
+        )
+    most = loader.num_cpu_workers or num_workers
+    if not 0 <= num_processes <= most:
+        raise ValueError(
+            f"num_processes must be from 0 to the number of worker threads ({most}), got "
+            f"{num_processes}. 0 keeps the threads in this process, 1 puts them into one child."
+        )
+    if num_processes > 0 and loader.preprocess_executor is not None:
+        raise ValueError(
+            f"preprocess_executor belongs to this process, but num_processes={num_processes} puts "
+            "the workers into child processes. Leave out one of them."
+        )
+
+
 def _check_combination(loader: Any, dataset: Any, num_workers: int) -> None:
     """Check that each argument has an effect for this dataset and these workers."""
     given = [name for name in _OF_THREADS if getattr(loader, name)]
+    if loader.num_processes is not None and num_workers > 0:
+        given.append("num_processes")
     if given and num_workers == 0:
         raise ValueError(
             f"{given[0]} is for worker threads, but num_workers=0 loads in the calling thread. "

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ._bad_samples import BadSamplePolicy
 from ._engine import EpochClock, LoopStats, StageStats
-from ._text import aligned, duration, number, percent, ratio, size
+from ._text import aligned, duration, home_of_workers, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
 COLUMNS = 100
@@ -44,8 +44,9 @@ class LoaderStats:
     __module__ = "spdl_torch"
 
     kind: Literal["thread", "multiprocessing", "caller"]
-    """Where samples are loaded: worker threads, worker processes, or the calling thread
-    (`num_workers=0`). Only threads are measured stage by stage."""
+    """Where samples are loaded: worker threads (here or in child processes), torch's worker
+    processes, or the calling thread (`num_workers=0`). Only threads are measured stage by
+    stage."""
     is_running: bool
     """The epoch is not over; a later snapshot will say more."""
     elapsed_seconds: float
@@ -64,9 +65,11 @@ class LoaderStats:
     """Samples replaced, in the whole life of the loader."""
     num_retries: int
     num_cores: int
-    """Cores that this process may use."""
+    """Cores that this process may use, and its children with it."""
     cpu_seconds: float = 0.0
-    """CPU time of the whole process, the training loop included."""
+    """CPU time of this process, the training loop included, without child processes."""
+    num_processes: int = 0
+    """In how many child processes the worker threads live; 0 for this process."""
 
     def __str__(self) -> str:
         verdict = self.verdict
@@ -114,6 +117,7 @@ def stats_of(clock: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderSta
         num_bad_samples=len(bad_sample_policy.bad_samples),
         num_retries=bad_sample_policy.num_retries,
         num_cores=num_cores(),
+        num_processes=clock.num_processes,
         **read._asdict(),
     )
 
@@ -145,6 +149,8 @@ def _loop_lines(stats: LoaderStats) -> Iterator[str]:
         f"      first batch after {duration(loop.first_wait_seconds)}, "
         f"woken in {duration(loop.wake_seconds)}, {size(stats.num_bytes)} of batches"
     )
+    if stats.kind == "thread":
+        yield f"      {home_of_workers(stats.num_processes)}"
     if stats.num_bad_samples or stats.num_retries:
         yield f"      {stats.num_bad_samples} bad samples replaced, {stats.num_retries} retries"
 

@@ -38,6 +38,13 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} TB"
 
 
+def home_of_workers(num_processes: int) -> str:
+    """Return where worker threads live."""
+    if num_processes < 2:
+        return f"worker threads in {'1 child' if num_processes else 'this'} process"
+    return f"worker threads in {num_processes} child processes"
+
+
 def aligned(rows: list[list[str]]) -> Iterator[str]:
     """Return the lines of a table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -33,7 +33,7 @@ VerdictKind = Literal[
 _LITTLE_WAITING: Final = 0.05
 """A loop that waits for a smaller share of its time has little to gain from a faster loader."""
 _LITTLE_SLOWER: Final = 0.05
-"""Worker threads that can have taken no more than this share of the steps did not slow them."""
+"""Steps that lose no more than this share of their time to worker threads are not slowed."""
 _BUSY: Final = 0.5
 """A stage whose workers are busy for a smaller share of their time is not the bottleneck."""
 _ONE_IS_BUSY: Final = 0.8
@@ -96,6 +96,8 @@ class _Stats(Protocol):
     def num_cores(self) -> int: ...
     @property
     def cpu_seconds(self) -> float: ...
+    @property
+    def num_processes(self) -> int: ...
     def stage(self, name: str, /) -> StageStats | None: ...
 
 
@@ -192,43 +194,68 @@ def _about_loop(stats: _Stats) -> Iterator[Verdict]:
             f"first of {loop.num_batches} batches, which are too few to tell.",
             f"Iterate over more batches than are prefetched ({stats.window}).",
         )
+    yield from _slowed_steps(stats)
     if loop.waited_share < _LITTLE_WAITING:
         step = _duration(loop.step_seconds / loop.num_batches)
-        steps = f"{_waited(stats)}, its steps took {step} each"
-        thread_seconds, lost_seconds = _cost_of_threads(stats)
-        if lost_seconds > _LITTLE_SLOWER * loop.step_seconds:
-            num_cores = thread_seconds / stats.elapsed_seconds
-            lost = _duration(lost_seconds / loop.num_batches)
-            yield _verdict(
-                "training-bound",
-                f"{steps}, up to {lost} of that because worker threads used {num_cores:.1f} cores "
-                "meanwhile.",
-                "They may slow the steps: loader.profile(step=...) times these without workers. If "
-                "they are faster then, use fewer workers, or "
-                'worker_method="multiprocessing" if the dataset holds the GIL.',
-            )
         yield _verdict(
             "training-bound",
-            f"{steps}.",
+            f"{_waited(stats)}, its steps took {step} each.",
             "The loader is not the bottleneck: tuning it will not help.",
         )
 
 
-def _cost_of_threads(stats: _Stats) -> tuple[float, float]:
-    """Return the CPU time of worker threads, and the most that the steps can have lost to them.
+def _slowed_steps(stats: _Stats) -> Iterator[Verdict]:
+    """Judge what worker threads in this process do to the steps of the training loop.
 
-    A step loses time while a worker has the GIL or the core that it needs. So it does not lose more
-    than the workers use, nor more than its own threads are off a core. Of these only the loop's
-    thread is measured. Others, such as OpenMP's, may lose as much as they use.
+    Only what is measured counts: the time that the loop's thread was asleep, which is neither on a
+    core nor queued for one. A device or I/O makes a step sleep too. The GIL can have done so for as
+    long as the worker threads were on a core, and once for each time that the thread went to sleep,
+    for about as long as the loop needs to continue when it is woken. If that explains less than
+    half of the time asleep, the step waits for something else.
     """
     loop = stats.loop
+    if stats.kind != "thread" or stats.num_processes > 0:
+        return
+    thread_seconds = _thread_seconds_in_this_process(stats)
+    asleep_seconds = loop.step_asleep_seconds
+    num_sleeps = loop.sleeps_per_step * loop.num_batches
+    of_gil_seconds = min(thread_seconds, asleep_seconds, num_sleeps * loop.wake_seconds)
+    if (
+        loop.wake_seconds >= _SLOW_WAKE_SECONDS
+        and of_gil_seconds >= 0.5 * asleep_seconds
+        and of_gil_seconds > _LITTLE_SLOWER * loop.step_seconds
+        and of_gil_seconds > loop.waited_seconds - loop.first_wait_seconds
+    ):
+        num_cores = thread_seconds / stats.elapsed_seconds
+        each = 1 / loop.num_batches
+        yield _verdict(
+            "gil-bound",
+            f"up to {_duration(of_gil_seconds * each)} of each step, which takes "
+            f"{_duration(loop.step_seconds * each)}, the loop's thread waits for worker threads to "
+            f"release the GIL: these use {num_cores:.1f} cores in its process.",
+            f"{_away_from_loop(stats)} loader.profile(step=...) times the steps without workers: "
+            "a step that does I/O sleeps too.",
+        )
+    queued_seconds = min(thread_seconds, loop.step_queued_seconds)
+    if loop.waited_share < _LITTLE_WAITING and queued_seconds > _LITTLE_SLOWER * loop.step_seconds:
+        num_cores = thread_seconds / stats.elapsed_seconds
+        yield _verdict(
+            "training-bound",
+            f"{_waited(stats)}, its steps took {_duration(loop.step_seconds / loop.num_batches)} "
+            f"each, up to {_duration(queued_seconds / loop.num_batches)} of that queued for a core "
+            f"because worker threads used {num_cores:.1f} of {stats.num_cores}.",
+            "Use fewer workers if the steps are faster without: loader.profile(step=...) times "
+            "them so.",
+        )
+
+
+def _thread_seconds_in_this_process(stats: _Stats) -> float:
+    """Return the CPU time of worker threads beside the training loop."""
     thread_seconds = _cpu_seconds_of_threads(stats)
-    rest_seconds = max(0.0, stats.cpu_seconds - thread_seconds - loop.step_cpu_seconds)
     # An executor may have threads in this process, or processes.
+    rest_seconds = max(0.0, stats.cpu_seconds - thread_seconds - stats.loop.step_cpu_seconds)
     executor_seconds = sum(s.cpu_seconds for s in stats.stages if s.workers == "executor")
-    thread_seconds += min(executor_seconds, rest_seconds)
-    off_core_seconds = loop.step_seconds - loop.step_cpu_seconds
-    return thread_seconds, min(thread_seconds, off_core_seconds + rest_seconds, loop.step_seconds)
+    return thread_seconds + min(executor_seconds, rest_seconds)
 
 
 def _cpu_seconds_of_threads(stats: _Stats) -> float:
@@ -246,9 +273,8 @@ def _about_loader(stats: _Stats) -> Iterator[Verdict]:
         yield _verdict(
             "process-bound",
             f"{_waited(stats)} for worker processes, which are not measured.",
-            "Raise num_workers up to the number of cores. Use "
-            'worker_method="thread", which measures the stages, only if the dataset releases the '
-            "GIL: otherwise it is slower.",
+            "Raise num_workers up to the number of cores. Without worker_method the workers live "
+            "in child processes too, and their stages are measured.",
         )
     load = stats.stage("load")
     if load is not None and load.workers == "async":
@@ -310,12 +336,12 @@ def _about_busiest_stage(stats: _Stats) -> Iterator[Verdict]:
             )
     yield from _oversubscribed(stats, busiest)
     if waits_for_gil:
-        advice = _WITHOUT_GIL.get(busiest.name, 'Use worker_method="multiprocessing"')
+        where = f" in {stats.num_processes} child processes" if stats.num_processes > 1 else ""
         yield _verdict(
             "gil-bound",
-            f"{busiest}, but they use {busiest.num_cores_used:.1f} cores: they wait for each other "
-            "to release the GIL.",
-            f"{advice}; more threads will not help.",
+            f"{busiest}, but they use {busiest.num_cores_used:.1f} cores{where}: they wait for "
+            "each other to release the GIL.",
+            f"{_without_gil(stats)}; more threads will not help.",
             busiest.name,
         )
     if busiest.at_work_share < _AT_WORK:
@@ -326,14 +352,20 @@ def _about_busiest_stage(stats: _Stats) -> Iterator[Verdict]:
 
 
 def _waits_for_gil(stats: _Stats, load: _Load) -> bool:
+    num_gils = max(1, stats.num_processes)
     return (
-        stats.num_cores >= 2
+        stats.num_cores > num_gils
         and load.stage.workers == "thread"
-        and load.num_at_work >= _AT_WORK
-        and load.num_cores_used <= _ONE_CORE
+        and load.num_at_work >= _AT_WORK * num_gils
+        and load.num_cores_used <= _ONE_CORE * num_gils
         and 1 - load.at_work_share >= _ASLEEP
-        and stats.loop.wake_seconds >= _SLOW_WAKE_SECONDS
+        and _wake_seconds(stats, load) >= _SLOW_WAKE_SECONDS
     )
+
+
+def _wake_seconds(stats: _Stats, load: _Load) -> float:
+    """Return how long a woken thread needs to continue in the process of these workers."""
+    return load.stage.wake_seconds if stats.num_processes > 0 else stats.loop.wake_seconds
 
 
 def _oversubscribed(stats: _Stats, busiest: _Load) -> Iterator[Verdict]:
@@ -345,7 +377,7 @@ def _oversubscribed(stats: _Stats, busiest: _Load) -> Iterator[Verdict]:
         return
     # While some threads wait for I/O, the cores can run others.
     asleep_seconds = busiest.stage.busy_seconds * (1 - busiest.at_work_share)
-    if is_unknown or stats.loop.wake_seconds > _CROWDED_SECONDS:
+    if is_unknown or _wake_seconds(stats, busiest) > _CROWDED_SECONDS:
         asleep_seconds = 0.0
     num_of_use = ceil(stats.num_cores * (1 + asleep_seconds / (busiest.stage.cpu_seconds or 1.0)))
     if busiest.stage.num_busy >= _TOO_MANY * num_of_use:
@@ -362,13 +394,28 @@ def _oversubscribed(stats: _Stats, busiest: _Load) -> Iterator[Verdict]:
 # -- advice ---------------------------------------------------------------------------------------
 
 _COMPUTE_LATER: Final = "Move computation from load to preprocess; load is for waiting on I/O."
-_WITHOUT_GIL: Final = {
-    "preprocess": "Use preprocess_executor=ProcessPoolExecutor(...) or "
-    'worker_method="multiprocessing"',
-    "load": "Move computation from load to preprocess, and use "
-    "preprocess_executor=ProcessPoolExecutor(...)",
-}
-"""Advice for a stage whose workers wait for the GIL."""
+
+
+def _away_from_loop(stats: _Stats) -> str:
+    """Return the advice for worker threads that slow the training loop."""
+    has_executor = any(stage.workers == "executor" for stage in stats.stages)
+    what = "Leave out preprocess_executor" if has_executor else "Set num_processes=1"
+    return f"{what}: the workers in a child process have a GIL of their own."
+
+
+def _without_gil(stats: _Stats) -> str:
+    """Return the advice for worker threads that wait for the GIL."""
+    if any(stage.workers == "executor" for stage in stats.stages):
+        return "Leave the computation to the executor, which should have processes"
+    collate = stats.stage("collate")
+    most = None if collate is None else collate.width
+    if stats.num_processes > 0:
+        if most is None or most <= stats.num_processes:
+            return "Move computation from load to preprocess"
+        return f"Set num_processes={most}, so that each worker has a GIL of its own"
+    return "Leave out num_processes" + (
+        "" if most is None else f", or set it to num_workers ({most}) to have a GIL for each"
+    )
 
 
 def _wait_less(stats: _Stats, busiest: _Load) -> str:
@@ -407,7 +454,9 @@ def _compute_less(stats: _Stats, busiest: _Load) -> str:
 
 def _who_else(stats: _Stats) -> str:
     """Return what uses the cores that the workers wait for."""
-    rest_seconds = stats.cpu_seconds - _cpu_seconds_of_threads(stats)
+    rest_seconds = stats.cpu_seconds
+    if stats.num_processes == 0:
+        rest_seconds -= _cpu_seconds_of_threads(stats)
     num_cores = rest_seconds / stats.elapsed_seconds
     if num_cores > 0.25 * stats.num_cores:
         return f"the rest of this process, with the training loop, uses {num_cores:.1f}"

@@ -27,13 +27,13 @@ from torch.utils.data.dataloader import _sharding_worker_init_fn
 from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 from torch.utils.data.graph_settings import apply_random_seed
 
-from ._collate import default_collate
+from ._collate import collate_in, default_collate
 from ._dataset import Hooks, completed, hooks_of
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
 from ._engine import PendingBatch, WorkerCursor
-from ._random import CurrentRng, Key, SampleRng, SampleRngMode, use_rng
-from ._resume import LOAD, PREPROCESS, IterableProgress, MapProgress, Progress, SampleCount
+from ._random import CurrentRng, Key, SampleRng, sample_context, use_rng
+from ._resume import LOAD, PREPROCESS, IterableProgress, MapKeys, MapProgress, Progress, SampleCount
 from ._samples import CountCursor
 from ._settings import LoaderSettings
 from ._torch_patches import set_worker_info
@@ -59,7 +59,10 @@ class WorkerSetup:
     """All that a worker thread needs, and nothing that refers to the loader or its iterator.
 
     `dataset` is as torch has prepared it, `shard` the number of ranks and the number of this one,
-    and `pin_device` the type of device that batches are pinned for, if they are.
+    and `pin_device` the type of device that batches are pinned for, if they are. In a child process
+    `seed_of_workers` is that of the parent's progress, and `wrap_collate` makes a function that
+    collates into shared memory. A worker that `is_alone` in its process needs no copy of the
+    dataset.
     """
 
     modes: ThreadModes
@@ -68,35 +71,44 @@ class WorkerSetup:
     def __init__(
         self,
         settings: LoaderSettings,
-        progress: Progress,
+        progress: Progress | None,
         transfer: Transfer | None,
         *,
         dataset: Any,
         shard: tuple[int, int],
         pin_device: str | None,
+        seed_of_workers: int | None = None,
+        is_alone: bool = False,
+        wrap_collate: Callable[[Hook], Hook] | None = None,
     ) -> None:
         self.settings = settings
         self.dataset = dataset
         self.num_workers = settings.num_workers
         """The number of workers of all stages together."""
         self.progress = progress
-        """That of the epoch that runs. The source sets it for each further epoch."""
+        """That of the epoch that runs. The source sets it for each further epoch. None in a child
+        process with a map-style dataset, where each batch has its keys."""
         self.transfer = transfer
-        self._base_seed = progress.seed_of_workers
+        if seed_of_workers is None:
+            assert progress is not None
+            seed_of_workers = progress.seed_of_workers
+        self._base_seed = seed_of_workers
+        self._wrap_collate = wrap_collate
         self._shard = shard if settings.is_datapipe else None
         # An iterator's state is often in the dataset, and a datapipe's shard always is: those are
         # copied for each worker, as they are for worker processes.
         self._copies: DatasetCopies | None = None
-        if settings.is_iterable or settings.is_datapipe or settings.copy_dataset:
+        needs_copies = settings.is_iterable or settings.is_datapipe or settings.copy_dataset
+        if needs_copies and not is_alone:
             # torch's wrapper of a datapipe pickles by itself, in a way that shares no objects.
             inner = dataset._datapipe if _is_wrapped(dataset) else dataset
             self._copies = DatasetCopies(inner, or_shallow=not settings.copy_dataset)
         self._pin_device = pin_device if transfer is None else None
         if self._pin_device is not None:
             self._device_index = torch.accelerator.current_device_index()
-        self._collate_fn = settings.collate_fn
-        if self._collate_fn is torch.utils.data.default_collate:
-            self._collate_fn = default_collate
+        self.collate_fn = settings.collate_fn
+        if self.collate_fn is torch.utils.data.default_collate:
+            self.collate_fn = default_collate
 
     def _enter(self, worker_id: int) -> Any:
         """Make the calling thread a worker, and return its dataset."""
@@ -135,7 +147,7 @@ class WorkerSetup:
         return hooks_of(dataset, batched=self.settings.uses_batch_hooks)
 
     def _collate_of(self, dataset: Any) -> Hook:
-        collate = of_copy(self._collate_fn, self.dataset, dataset)
+        collate = of_copy(self.collate_fn, self.dataset, dataset)
         return collate_into(collate, self.transfer, self._pin_device)
 
     # -- the stages of map-style datasets ---------------------------------------------------------
@@ -144,7 +156,7 @@ class WorkerSetup:
         """Make the calling thread a worker of the load stage; return its load hook."""
         load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
-        mode = None if _draws_nothing(load) else SampleRngMode(_SlotCursor(self, cursor, LOAD))
+        mode = None if _draws_nothing(load) else sample_context(_SlotCursor(self, cursor, LOAD))
         cursor.task_context = _Marked("load", self.modes.inference(), mode, cursor=cursor)
 
         def pause(seconds: float) -> bool:
@@ -164,18 +176,22 @@ class WorkerSetup:
         load = self._hooks_of(self._enter(worker_id)).load
         assert load is not None
         retried = self.settings.bad_sample_policy.retried_async(load)
-        thread_context = _Marked(None, self.modes.inference(), SampleRngMode())
+        thread_context = _Marked(None, self.modes.inference(), sample_context())
         return retried, partial(_task_context, self), thread_context
 
     def preprocess_worker(self, worker_id: int, cursor: WorkerCursor) -> tuple[Hook | None, Hook]:
         """Make the calling thread a worker of the last stage; return its hook and its collate."""
         dataset = self._enter(worker_id)
         preprocess, collate = self._hooks_of(dataset).preprocess, self._collate_of(dataset)
+        if not self.settings.batched:
+            collate = partial(_collate_one, collate)
+        if self._wrap_collate is not None:
+            collate = self._wrap_collate(collate)
         mode = None
-        if not (_draws_nothing(preprocess) and _is_torchs(self._collate_fn)):
-            mode = SampleRngMode(_SlotCursor(self, cursor, PREPROCESS))
+        if not (_draws_nothing(preprocess) and _is_torchs(self.collate_fn)):
+            mode = sample_context(_SlotCursor(self, cursor, PREPROCESS))
         cursor.task_context = _Marked("preprocess", self.modes.inference(), mode, cursor=cursor)
-        return preprocess, collate if self.settings.batched else lambda samples: collate(samples[0])
+        return preprocess, collate
 
     def label(self, batch: PendingBatch, slot: int, value: Any) -> tuple[Any, Key]:
         """Return what an executor is given to preprocess a sample."""
@@ -183,6 +199,8 @@ class WorkerSetup:
 
     def key_at(self, batch: PendingBatch, slot: int, stage: int) -> Key:
         """Return the RNG key of a slot in a stage."""
+        if isinstance(batch.position, MapKeys):  # In a child process.
+            return *batch.position.sample_key(batch.indices, slot), stage
         assert isinstance(self.progress, MapProgress)
         return *self.progress.sample_key(batch.number, batch.indices, slot), stage
 
@@ -202,9 +220,12 @@ class WorkerSetup:
             return setup().progress.sample_key(worker_id, number)  # type: ignore[no-any-return]
 
         dataset = self._enter(worker_id)
-        mode = SampleRngMode(CountCursor(count, key))
+        mode = sample_context(CountCursor(count, key))
         cursor.task_context = _Marked("iterate", self.modes.inference(), mode, cursor=cursor)
-        return partial(self._open_iterable, dataset, worker_id, count), self._collate_of(dataset)
+        collate = self._collate_of(dataset)
+        if self._wrap_collate is not None:
+            collate = self._wrap_collate(collate)
+        return partial(self._open_iterable, dataset, worker_id, count), collate
 
     def _open_iterable(
         self, dataset: Any, worker_id: int, count: SampleCount
@@ -242,12 +263,37 @@ class WorkerSetup:
         assert isinstance(self.progress, IterableProgress)
         return self.progress
 
-    def transfer_worker(self) -> Hook:
-        """Make the calling thread the one that copies batches; return what copies one."""
-        assert self.transfer is not None
+    def transfer_worker(self) -> Callable[..., Any]:
+        """Make the calling thread the one that copies batches; return what copies one.
+
+        It copies to the device or, if the loader has none, to pinned memory.
+        """
         self.modes.adopt()
-        self.transfer.enter()
-        return _Marked("transfer", self.modes.inference())(self.transfer.send)
+        copy: Callable[..., Any]
+        if self.transfer is not None:
+            self.transfer.enter()
+            copy = self.transfer.send
+        else:
+            torch.accelerator.set_device_index(self._device_index)
+            copy = partial(pin_memory, device=self._pin_device)
+        return _Marked("transfer", self.modes.inference())(copy)
+
+
+def _collate_one(collate: Hook, samples: Any) -> Any:
+    return collate(samples[0])
+
+
+def become_worker_process(
+    base_seed: int, worker_id: int, empty: Callable[..., torch.Tensor]
+) -> None:
+    """Seed the process as torch seeds its worker processes, and let batches be made in `empty`.
+
+    So also where the user's code calls torch's `default_collate`.
+    """
+    random.seed(base_seed + worker_id)
+    np.random.seed(_generate_state(base_seed, worker_id))
+    torch.default_generator.manual_seed(base_seed + worker_id)
+    collate_in(empty)
 
 
 def _is_wrapped(dataset: Any) -> bool:

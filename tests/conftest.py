@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -24,6 +25,12 @@ def own_thread_names() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("spdl_torch")]
 
 
+def own_worker_names() -> list[str]:
+    """Our threads and child processes that are alive now."""
+    children = [child.name for child in multiprocessing.active_children()]
+    return own_thread_names() + [name for name in children if name.startswith("spdl_torch")]
+
+
 def assert_says_nothing(program: str) -> None:
     """Run a program to its end, in a process of its own."""
     ended = subprocess.run(
@@ -32,14 +39,38 @@ def assert_says_nothing(program: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--children",
+        action="store_true",
+        help="leave it to the loader where its workers live, in all tests",
+    )
+
+
+@pytest.fixture(autouse=True)
+def workers_in_this_process(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let loaders that do not say num_processes have their worker threads in this process.
+
+    Most tests look at what the workers do through objects that the test shares with them. A test
+    with the mark `children` gets the default of users, as do all tests with ``--children``.
+    """
+    if request.node.get_closest_marker("children") or request.config.getoption("--children"):
+        return
+    monkeypatch.setattr("spdl_torch._plan._why_no_child", lambda settings: "a test looks at them")
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     """Fail any test that leaves a worker thread behind."""
     before = set(threading.enumerate())
+    children_before = multiprocessing.active_children()
     yield
     if not HAS_GIL:
         gc.collect()  # An error that a worker has raised holds the frame that holds the iterator.
     left = [t.name for t in threading.enumerate() if t not in before]
+    left += [p.name for p in multiprocessing.active_children() if p not in children_before]
     assert [name for name in left if name.startswith("spdl_torch")] == []
 
 

@@ -17,17 +17,24 @@ What it models, because the loader relies on it:
 * Pinned memory comes from a caching allocator, in powers of two. Each `non_blocking` copy records
   an event for its block; a copy does not keep the host's tensor alive. Once Python has released the
   tensors in a block, and all its events have completed, the next allocation of its size has it.
+* Registered memory (`cudaHostRegister`) is pinned too, but no allocator looks after it. A copy
+  reads it through its address when its turn comes: what has been written there since, or nothing of
+  use if it is not registered any more. It has to be mapped until it is unregistered.
+* A call of the runtime that fails is the last error of its thread. The next kernel that the thread
+  launches raises it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +147,74 @@ class PinnedBlock:
         return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+@dataclass(eq=False)
+class Registration:
+    """Memory of the host that is registered, or was."""
+
+    address: int
+    num_bytes: int
+    is_over: bool = False
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self.address <= tensor.data_ptr() < self.address + self.num_bytes
+
+    def alias(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that reads at the address of a tensor what is there at that time."""
+        address, shape, stride = tensor.data_ptr(), tensor.shape, tensor.stride()
+        dtype = tensor.dtype
+        pairs = zip(shape, stride, strict=True)
+        num_bytes = (1 + sum((n - 1) * step for n, step in pairs)) * dtype.itemsize
+
+        def read() -> torch.Tensor:
+            found = None if self.is_over else mapped_bytes(address, num_bytes)
+            data = bytearray(found or [POISON] * num_bytes)
+            return torch.frombuffer(data, dtype=dtype).as_strided(shape, stride)
+
+        return read
+
+
+def mapped_bytes(address: int, num_bytes: int) -> bytes | None:
+    """Return what is at an address; None if nothing is mapped there."""
+    with Path("/proc/self/mem").open("rb", 0) as memory, contextlib.suppress(OSError):
+        return os.pread(memory.fileno(), num_bytes, address)
+    return None
+
+
+class Runtime:
+    """What `cudart()` returns."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        simulator = self._simulator
+        with simulator.call("register", None, (address, num_bytes)):
+            end = address + num_bytes
+            overlaps = [
+                other
+                for other in simulator.registrations
+                if other.address < end and address < other.address + other.num_bytes
+            ]
+            code = simulator.register_code or (712 if overlaps else 0)
+            if code:
+                simulator.fail(code)
+            else:
+                simulator.registrations.append(Registration(address, num_bytes))
+                simulator.num_registered += 1
+            return code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        simulator = self._simulator
+        with simulator.call("unregister", None, address):
+            for registration in simulator.registrations:
+                if registration.address == address and mapped_bytes(address, 1):
+                    registration.is_over = True
+                    simulator.registrations.remove(registration)
+                    return 0
+            simulator.fail(713)
+            return 713
+
+
 class _Lease(np.ndarray):
     """One use of a block: a storage keeps the array alive from which it was made."""
 
@@ -240,6 +315,12 @@ class Simulator:
         """All of them, by address."""
         self._free_pinned: list[PinnedBlock] = []
         """Released by Python; copies out of them may still be queued."""
+        self.registrations: list[Registration] = []
+        """The memory that is registered now."""
+        self.num_registered = 0
+        """How many times memory was registered."""
+        self.register_code = 0
+        """What `cudaHostRegister` returns, if not success."""
 
     # -- the interface of a device module --------------------------------------------------------
 
@@ -278,6 +359,18 @@ class Simulator:
             yield
         finally:
             current[stream.device.index] = before or self._default_streams[stream.device.index]
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before = self.current_device()
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def cudart(self):
+        return Runtime(self)
 
     def manual_seed_all(self, seed):
         pass
@@ -333,6 +426,16 @@ class Simulator:
             for stream in self.streams:
                 self.hurry(stream)
 
+    def fail(self, code: int) -> None:
+        """Make this the last error of the calling thread."""
+        self._of_thread.error = code
+
+    def launch(self) -> None:
+        """Launch a kernel, which raises the last error of the calling thread and clears it."""
+        error, self._of_thread.error = getattr(self._of_thread, "error", 0), 0
+        if error:
+            raise RuntimeError(f"error {error} of the simulated device")
+
     def read(self, tensor: torch.Tensor) -> Reading:
         """Queue a kernel that reads a tensor. It has its address and does not keep it alive."""
         assert isinstance(tensor, SimulatedTensor), f"{type(tensor)} is not on the device"
@@ -353,13 +456,18 @@ class Simulator:
         device = torch.device(TYPE, index)
         stream = self.current_stream(device)
         pinned = self._pinned_block(source)
-        with self.call("copy", stream, pinned):
+        registration = self._registration(source)
+        with self.call("copy", stream, pinned or registration):
             block = self._allocate(source.numel() * source.element_size(), stream)
             tensor = SimulatedTensor(block, source, device, self)
-            values = source.detach().clone() if pinned is None else pinned.alias(source)
+            if registration is not None:
+                values = registration.alias(source)
+            else:
+                tensor_now = source.detach().clone() if pinned is None else pinned.alias(source)
+                values = lambda: tensor_now  # noqa: E731
 
             def work() -> None:
-                flat = values.contiguous().view(-1).view(torch.uint8)
+                flat = values().contiguous().view(-1).view(torch.uint8)
                 block.memory[: flat.numel()] = flat
 
             stream.put(work)
@@ -425,18 +533,30 @@ class Simulator:
     def _pinned_block(self, tensor: torch.Tensor) -> PinnedBlock | None:
         return self._pinned_blocks.get(tensor.untyped_storage().data_ptr())
 
+    def _registration(self, tensor: torch.Tensor) -> Registration | None:
+        return next((found for found in self.registrations if found.holds(tensor)), None)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self.is_of_allocator(tensor) or self._registration(tensor) is not None
+
+    def is_of_allocator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in pinned memory of torch, which is not reused while it is copied."""
         return self._pinned_block(tensor) is not None
 
     # -- how torch comes to know it --------------------------------------------------------------
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        empty, to = torch.empty, torch.Tensor.to
+        empty, ones, to = torch.empty, torch.ones, torch.Tensor.to
         accelerator = torch.device(TYPE)
 
         def empty_or_pinned(*args, pin_memory=False, **kwargs):
             tensor = empty(*args, **kwargs)
             return self.empty_pinned(tensor.shape, tensor.dtype) if pin_memory else tensor
+
+        def ones_or_launch(*args, device=None, **kwargs):
+            if device is None or torch.device(device).type != TYPE:
+                return ones(*args, device=device, **kwargs)
+            return self.launch()
 
         def pin_memory(tensor, *_):
             if self.is_pinned(tensor):
@@ -452,6 +572,7 @@ class Simulator:
 
         monkeypatch.setattr(torch, TYPE, self, raising=False)
         monkeypatch.setattr(torch, "empty", empty_or_pinned)
+        monkeypatch.setattr(torch, "ones", ones_or_launch)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: self.is_pinned(tensor))
         monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
         monkeypatch.setattr(torch.Tensor, "to", to_or_copy)

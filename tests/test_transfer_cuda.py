@@ -222,6 +222,54 @@ def test_pinned_memory_waits_for_its_copy(num_workers, cycles):
     assert_sums_are_right(loader)
 
 
+@pytest.mark.children
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_segments_wait_for_their_copies(num_workers, cycles):
+    """A child does not collate into a segment again before the copies out of it are done."""
+    for late in (LONG_MS, SHORT_MS):
+        dataset = Late([cycles(late), *[0] * (NUM_SAMPLES - 1)])
+        loader = DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, device="cuda")
+        assert_sums_are_right(loader)
+
+
+class Seen:
+    """Says where its tensor was when it was copied."""
+
+    def __init__(self, samples):
+        self.values = torch.stack([sample["values"] for sample in samples])
+
+    def to(self, device, non_blocking=False):
+        self.was_pinned = self.values.is_pinned()
+        self.address = self.values.data_ptr()
+        self.values = self.values.to(device, non_blocking=non_blocking)
+        return self
+
+
+@pytest.mark.children
+def test_segments_are_pinned_memory():
+    """A batch of a child process is pinned where it was collated: few addresses come again."""
+    loader = DataLoader(Filled(128), BATCH_SIZE, num_workers=2, device="cuda", collate_fn=Seen)
+    batches = list(loader)
+    assert all(batch.was_pinned for batch in batches)
+    assert len({batch.address for batch in batches}) < len(batches) // 2
+    sums = [batch.values.sum().item() for batch in batches]
+    assert sums == [NUM_VALUES * (2 * n + 1) for n in range(0, 128, BATCH_SIZE)]
+
+
+@pytest.mark.children
+def test_children_pin_without_device():
+    """With pin_memory=True the batches of child processes are in memory of torch's allocator."""
+    dataset = Filled()
+    expected = dataset.renumber()
+    loader = DataLoader(dataset, BATCH_SIZE, num_workers=2, pin_memory=True)
+    sums = []
+    for batch in loader:
+        assert batch["values"].is_pinned()
+        sums.append(batch["values"].to("cuda", non_blocking=True).sum())
+        del batch
+    assert [batch_sum.item() for batch_sum in sums] == expected
+
+
 @with_and_without_workers
 def test_late_loop_on_its_own_stream(num_workers, cycles):
     """A loop that computes on its own stream may be late."""

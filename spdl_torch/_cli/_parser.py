@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  spdl-torch demo",
     )
     # More workers would have next to nothing to do.
-    _add_workers(demo, "threads of ours, processes of torch's", min(num_cores(), 8))
+    _add_workers(demo, "our threads in a child process, torch's processes", min(num_cores(), 8))
     # For tests; the default is what the time limit allows.
     demo.add_argument("--images", type=_count, default=1000, help=argparse.SUPPRESS)
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  spdl-torch bench photos/train --workers 8 --augment",
     )
     bench.add_argument("folder", metavar="DIR", type=Path, help="a folder of images")
-    _add_image_options(bench, workers="threads of ours, processes of torch's")
+    _add_image_options(bench, workers="our threads in a child process, torch's processes")
     _add_number(bench, "--rounds", 3, "of which the median counts [3]")
 
     profile = commands.add_parser(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import DataLoader, ImageError, Profile
+from .._engine import InAnotherProcess
 from ._images import ImageJob
 from ._parser import CommandError
 from ._screen import Screen
@@ -143,6 +144,9 @@ def _made(target: str, factory: Any) -> DataLoader[Any]:
 
 def _print_from_users_code(error: Exception) -> None:
     """Print an exception on stderr, without the frames above the user's first one."""
+    if isinstance(error.__cause__, InAnotherProcess):  # It has the traceback as text.
+        sys.stderr.write(str(error.__cause__).strip('\n"') + "\n")
+        return
     where = error.__traceback__
     while where is not None:
         package = where.tb_frame.f_globals.get("__name__", "").partition(".")[0]

@@ -7,7 +7,9 @@ Three threads take part:
   them (`Transfer.send`);
 * the training loop's thread makes its current stream wait for that event (`Transfer.receive`).
 
-Without worker threads, the calling thread does all three.
+Without worker threads, the calling thread does all three. If workers live in child processes, a
+batch is collated into memory that both processes share. That memory is registered as pinned memory
+(`Transfer.register`), and the transfer thread pins what is elsewhere.
 
 Why no kernel reads wrong values:
 
@@ -21,6 +23,11 @@ Why no kernel reads wrong values:
   from torch's caching host allocator: each `non_blocking` copy records an event for its block, and
   a block that Python has released is reused once all its events have completed. So nothing here has
   to hold a pinned tensor after its copy was started, or to know who else refers to it.
+* A child does not collate a later batch into registered memory that is still being copied. That
+  memory is not torch's, so here `hold` keeps it until the event after the copies has completed. The
+  event is asked for when the next batch of any loader is sent or received, so that no thread waits
+  for it. Until then the side stream keeps it, because a loader may end before its copies.
+* The training loop never has registered memory: torch would not know of its copies.
 
 Receiving never waits for the device. Sending waits if the training loop has queued several steps
 that the device has yet to run: otherwise copies would pile up, and the device memory they need.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +25,39 @@ _MAX_STEPS_QUEUED: Final = 2
 """How many steps of the training loop may be queued on the device, besides the current one, when
 the next batch is sent. Two keep the device busy; more would only take its memory."""
 
-_side_streams: dict[tuple[Any, torch.device], Any] = {}
+_DEFAULT_FLAGS: Final = 0
+"""Registered memory is pinned for all devices of the process, as all their addresses differ."""
+
+
+class _SideStream:
+    """The stream of the copies to a device, and the memory that they have still to read.
+
+    Events on one stream complete in the order they were recorded in, so only the oldest has to be
+    asked for.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._holds: deque[tuple[Any, Any]] = deque()
+        """An event after the copies of a batch, and what keeps the memory that they read."""
+        self._process_id = os.getpid()
+
+    def keep(self, hold: Any, copied: Any) -> None:
+        """Keep an object until an event is completed, and something looks."""
+        self._holds.append((copied, hold))
+
+    def release(self) -> None:
+        """Release what has been copied, without waiting. Any thread may do so at any time."""
+        if os.getpid() != self._process_id:
+            return  # A forked process cannot use the device.
+        # IndexError: there is nothing left. ValueError: another thread has released the same.
+        # RuntimeError: the device has failed, which is for a call of the loop to raise.
+        with contextlib.suppress(IndexError, ValueError, RuntimeError):
+            while (oldest := self._holds[0])[0].query():
+                self._holds.remove(oldest)
+
+
+_side_streams: dict[tuple[Any, torch.device], _SideStream] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +82,7 @@ class Transfer:
         accelerator = torch.accelerator.current_accelerator()
         # torch pins memory for the current accelerator only.
         self._can_pin = has_streams and accelerator is not None and accelerator.type == device.type
+        self._can_register = self._can_pin and hasattr(module, "cudart")
         self._has_received = False
         self._steps_queued: deque[Any] = deque()
         """An event after each step of the loop that the device has yet to run, oldest first."""
@@ -65,20 +101,53 @@ class Transfer:
             return make(torch.empty)
         return replaced(make(_empty_pinned), _pinned)
 
-    def send(self, batch: Any) -> _Sent:
-        """Start the copies of a batch to the device."""
+    def register(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        """Pin memory that torch has not allocated, and return a function that ends this.
+
+        The function must be called before the memory is unmapped. Return None if the device cannot
+        pin such memory.
+        """
+        if not self._can_register:
+            return None
+        code = self._module.cudart().cudaHostRegister(address, num_bytes, _DEFAULT_FLAGS)
+        if int(code) == 0:
+            return partial(_unregister, self._module, self.device, address, os.getpid())
+        self._can_register = False
+        _clear_error(self.device)
+        warnings.warn(
+            "The memory that worker processes collate batches in could not be registered with "
+            f"{self.device} as pinned memory: cudaHostRegister returned {code}. Each batch is "
+            "copied to other pinned memory first, in the background.",
+            stacklevel=2,
+        )
+        return None
+
+    def send(self, batch: Any, hold: Any = None) -> _Sent:
+        """Start the copies of a batch to the device.
+
+        `hold` keeps memory of the batch that torch has not allocated, and that may be written to
+        when `hold` is gone: it is kept until the copies have read the memory. What is not pinned of
+        such a batch is copied to pinned memory first.
+        """
         if self._module is None:
             copy = partial(_copy, device=self.device, non_blocking=False)
             return _Sent(replaced(batch, copy), [], None)
         # The training loop may run far ahead of the device. Copies must not: they need its memory.
         while len(self._steps_queued) > _MAX_STEPS_QUEUED:
             self._steps_queued.popleft().synchronize()
-        stream = _side_stream(self._module, self.device)
+        side = _side_stream(self._module, self.device)
+        side.release()
+        if hold is not None:
+            batch = self.pin(partial(_given, batch))
         tensors: list[torch.Tensor] = []
-        with self._module.stream(stream):
-            batch = replaced(batch, partial(self._start_copy, tensors))
+        with self._module.stream(side.stream):
             copied = self._module.Event()
-            copied.record(stream)
+            try:
+                batch = replaced(batch, partial(self._start_copy, tensors))
+            finally:  # Copies that were started before an error read the memory too.
+                copied.record(side.stream)
+                if hold is not None:
+                    side.keep(hold, copied)
         return _Sent(batch, tensors, copied)
 
     def receive(self, sent: _Sent) -> Any:
@@ -91,7 +160,13 @@ class Transfer:
             stream.wait_event(sent.copied)
             for tensor in sent.tensors:
                 tensor.record_stream(stream)
+            self.release_copied()
         return sent.batch
+
+    def release_copied(self) -> None:
+        """Release the memory of batches that have been copied to the device, without waiting."""
+        if (side := _side_streams.get((self._module, self.device))) is not None:
+            side.release()
 
     def _event_after_step(self, stream: Any) -> Any:
         try:
@@ -199,10 +274,40 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _side_stream(module: Any, device: torch.device) -> Any:
+def _side_stream(module: Any, device: torch.device) -> _SideStream:
     """Return the one stream for copies to a device, so that all loaders share its free memory."""
     key = module, device
     if key not in _side_streams:
         # If two threads make one, both use the first. (A lock could be held during a fork.)
-        _side_streams.setdefault(key, module.Stream(device=device))
+        _side_streams.setdefault(key, _SideStream(module.Stream(device=device)))
     return _side_streams[key]
+
+
+def _unregister(module: Any, device: torch.device, address: int, process_id: int) -> None:
+    if os.getpid() != process_id:
+        return  # A forked process has a copy of the mapping, and cannot use the device.
+    # Any thread may have the last reference. In one whose current device is another, the call would
+    # take memory there.
+    with module.device(device):
+        code = module.cudart().cudaHostUnregister(address)
+    if int(code) != 0:
+        _clear_error(device)
+        warnings.warn(
+            f"Memory that is registered with {device} could not be unregistered: "
+            f"cudaHostUnregister returned {code}. It stays pinned.",
+            stacklevel=2,
+        )
+
+
+def _clear_error(device: torch.device) -> None:
+    """Clear the last error of the calling thread.
+
+    torch raises it at the next kernel that the thread launches, whatever call it came from. So
+    launch one here.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
+def _given(batch: Any, _: Any) -> Any:
+    return batch

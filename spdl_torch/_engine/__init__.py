@@ -29,23 +29,32 @@ What makes this right, in one place:
 
 from ._async_stage import AsyncStage
 from ._batch import PendingBatch, check_count
+from ._board import Board
+from ._child import ChildBatch
+from ._child_stage import ChildStage
 from ._clock import EpochClock, LoopStats, Recorder, Span, StageStats
 from ._executor_stage import ExecutorStage
 from ._in_flight import InFlight
 from ._iterable_stage import IterableStage
 from ._pipeline import Pipeline
+from ._remote_error import InAnotherProcess
 from ._stage import OnSampleError, Stage, ThreadStage, WorkerCursor
-from ._threads import NotSetUp, warn_caller
+from ._threads import Lifetime, NotSetUp, warn_caller
 from ._transfer_stage import TransferStage
 from ._window import NUM_EARLIER, NotInTime, Window
 
 __all__ = [
     "NUM_EARLIER",
     "AsyncStage",
+    "Board",
+    "ChildBatch",
+    "ChildStage",
     "EpochClock",
     "ExecutorStage",
+    "InAnotherProcess",
     "InFlight",
     "IterableStage",
+    "Lifetime",
     "LoopStats",
     "NotInTime",
     "NotSetUp",

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ._batch import Epoch, PendingBatch, check_count, note_origin, without_our_frame
 from ._clock import TaskClock
@@ -25,6 +25,11 @@ TaskContext = Callable[[PendingBatch, int], AbstractContextManager[Any]]
 SetUpAsync = Callable[[int], tuple[AsyncOperation, TaskContext, AbstractContextManager[Any]]]
 """Runs in the worker's thread; returns its operation, the context of each task, and the context of
 the thread. The last must not refer to anything of the user's."""
+
+_LOOP_HAS_ENDED: Final = (
+    "the event loop that runs the dataset's load has ended. "
+    "Do not stop the loop or cancel its tasks in load."
+)
 
 
 class EventLoops(Protocol):
@@ -160,7 +165,12 @@ class _LoopThread(WorkerGroup):
     def put(self, batch: PendingBatch, slots: Sequence[int]) -> None:
         self._epoch = batch.epoch
         assert self._loop is not None, "a batch was opened before the stage was started"
-        self._loop.call_soon_threadsafe(self._accept, batch, slots)
+        try:
+            self._loop.call_soon_threadsafe(self._accept, batch, slots)
+        except RuntimeError as error:
+            if not self._loop.is_closed():
+                raise
+            batch.epoch.close(error, _LOOP_HAS_ENDED)  # If its thread has not said so before.
 
     def start(self, seconds_apart: float, deadline: float) -> None:  # noqa: ARG002 (one thread)
         self._loop = self._event_loops.take()
@@ -198,9 +208,7 @@ class _LoopThread(WorkerGroup):
                 self._reports.put(error)
             elif not self.is_closed and self._epoch is not None:
                 # The user's code stopped the loop, or cancelled a task that is not its own.
-                failure = "the event loop that runs the dataset's load has ended. "
-                failure += "Do not stop the loop or cancel its tasks in load."
-                self._epoch.close(error, failure)
+                self._epoch.close(error, _LOOP_HAS_ENDED)
         finally:
             self._main_task = None
             if self.is_closed:

@@ -8,15 +8,20 @@ that step. Clocks refer to nothing of the user's, so they may outlive everything
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil, log2
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 from ._batch import Epoch
+
+try:
+    import resource
+except ImportError:  # Windows has none.
+    resource = None  # type: ignore[assignment]
 
 SPAN_SECONDS: Final = 0.0002
 """Samples that take longer are timed one by one. Cheaper ones are timed together, batch by batch:
@@ -60,8 +65,8 @@ class StageStats:
     """How many samples it can work on at a time; None if its executor does not say. `collate` is
     done by the workers of the stage before it."""
     elapsed_seconds: float
-    """Of the epoch so far. All seconds below are summed over the workers, up to `width` times as
-    many."""
+    """Of the epoch so far, since the workers were ready. All seconds below are summed over the
+    workers, up to `width` times as many."""
     num_samples: int
     """Finished samples (batches, for `collate` and `transfer`)."""
     busy_seconds: float
@@ -79,6 +84,9 @@ class StageStats:
     """How many samples took at most so many seconds and more than the line before."""
     workers: Literal["thread", "async", "executor"] = "thread"
     """What the workers are; `async` stands for calls on an event loop."""
+    wake_seconds: float = 0.0
+    """Mean time from a batch being sent to a child process to its being read there; 0 for workers
+    in this process. Near five milliseconds or more: the threads of the child hold its GIL."""
 
     @property
     def samples_per_second(self) -> float:
@@ -148,8 +156,21 @@ class LoopStats:
     """Mean time from a batch being ready to the waiting loop continuing. Near five milliseconds
     (Python's switch interval) or more: other threads hold the GIL."""
     step_cpu_seconds: float = 0.0
-    """Of the step seconds, those of the loop's thread on a core. The rest is waiting: for a device,
-    for a core, or for the GIL."""
+    """Of the step seconds, those of the loop's thread on a core."""
+    step_queued_seconds: float = 0.0
+    """Of the step seconds, those of the loop's thread ready to run while all cores were taken,
+    estimated from some of the steps. (On Linux; elsewhere 0.)"""
+    sleeps_per_step: float = 0.0
+    """How often the loop's thread goes to sleep in a step, to wait for a device, for I/O, for
+    another thread or for the GIL. (On Linux; elsewhere 0.)"""
+
+    @property
+    def step_asleep_seconds(self) -> float:
+        """The step seconds in which the loop's thread was neither on a core nor queued for one.
+
+        It waited for a device, for I/O, for another thread or for the GIL.
+        """
+        return max(0.0, self.step_seconds - self.step_cpu_seconds - self.step_queued_seconds)
 
     @property
     def waited_share(self) -> float:
@@ -202,6 +223,8 @@ class Counter:
         self.busy_seconds = 0.0
         self.cpu_seconds = 0.0
         self.queued_seconds = 0.0
+        self.num_wakeups = 0
+        self.wake_seconds = 0.0
         self.buckets: dict[int, int] = {}
 
     def add(self, num_samples: int, seconds: float) -> None:
@@ -209,7 +232,7 @@ class Counter:
         self.busy_seconds += seconds
         if num_samples > 0:
             self.num_samples += num_samples
-            bucket = ceil(log2(max(seconds / num_samples, 6e-8)) * _NUM_PER_OCTAVE)
+            bucket = math.ceil(math.log2(max(seconds / num_samples, 6e-8)) * _NUM_PER_OCTAVE)
             self.buckets[bucket] = self.buckets.get(bucket, 0) + num_samples
 
     def combine(self, other: Counter, sign: int = 1) -> None:
@@ -218,6 +241,8 @@ class Counter:
         self.busy_seconds += sign * other.busy_seconds
         self.cpu_seconds += sign * other.cpu_seconds
         self.queued_seconds += sign * other.queued_seconds
+        self.num_wakeups += sign * other.num_wakeups
+        self.wake_seconds += sign * other.wake_seconds
         for bucket, count in other.buckets.copy().items():
             self.buckets[bucket] = self.buckets.get(bucket, 0) + sign * count
 
@@ -228,6 +253,9 @@ class Counter:
             (float(2.0 ** (bucket / _NUM_PER_OCTAVE)), self.buckets.get(bucket, 0))
             for bucket in buckets
         )
+
+
+_NOTHING: Final = Counter()
 
 
 class Reading(NamedTuple):
@@ -454,11 +482,14 @@ class ConsumerClock:
         self.recorder: Recorder | None = None
         self.started_at: float | None = None
         """When the first batch was asked for."""
+        self.ready_at: float | None = None
+        """When the workers were ready to make it."""
         self.num_wakeups = 0
         self.wake_seconds = 0.0
         """How long the consumer took to go on after workers had woken it."""
         self._at = self._cpu_at = 0.0
         self._is_waiting = True
+        self._looks = _StepLooks()
 
     def ask(self) -> None:
         """The loop asks for a batch."""
@@ -474,6 +505,8 @@ class ConsumerClock:
             # Clamped, because the next batch may be asked for in another thread.
             cpu_seconds = time.thread_time() - self._cpu_at
             self.step_cpu_seconds += min(max(0.0, cpu_seconds), seconds)
+            if self._looks.thread is not None:
+                self._looks.end(seconds)
             self._at = now
 
     def get(self, num_bytes: int | None) -> None:
@@ -489,6 +522,8 @@ class ConsumerClock:
         if num_bytes is not None:
             self.num_batches += 1
             self.num_bytes += num_bytes
+        if now - self._looks.looked_at > _QUEUE_READ_SECONDS:
+            self._looks.begin(now)
         self._cpu_at = time.thread_time()
         self._at = now
 
@@ -511,11 +546,49 @@ class ConsumerClock:
             self.step_seconds,
             _ratio(self.wake_seconds, self.num_wakeups),
             self.step_cpu_seconds,
+            self._looks.queued_share * self.step_seconds,
+            self._looks.num_sleeps,
         )
 
     def _record(self, what: str, now: float, batch: int) -> None:
         assert self.recorder is not None
         self.recorder(Span(what, "loop", self._at, now - self._at, batch, 0, None))
+
+
+class _StepLooks:
+    """What the loop's thread waits for in its steps, from a look at one step now and then."""
+
+    def __init__(self) -> None:
+        self.looked_at = -math.inf
+        self.thread: int | None = None
+        """The thread that is in a step that is looked at."""
+        self._queued_at = 0.0
+        self._num_sleeps_at = 0
+        self._num_steps = self._num_sleeps = 0
+        self._seconds = self._queued_seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        self.looked_at = now
+        self.thread = threading.get_ident()
+        self._queued_at, self._num_sleeps_at = _seconds_in_queue(), _num_sleeps()
+
+    def end(self, seconds: float) -> None:
+        # The next batch may be asked for in another thread, whose counters are others.
+        if self.thread == threading.get_ident():
+            self._num_steps += 1
+            self._seconds += seconds
+            self._num_sleeps += _num_sleeps() - self._num_sleeps_at
+            self._queued_seconds += min(_seconds_in_queue() - self._queued_at, seconds)
+        self.thread = None
+
+    @property
+    def queued_share(self) -> float:
+        return _ratio(self._queued_seconds, self._seconds)
+
+    @property
+    def num_sleeps(self) -> float:
+        """How often the thread went to sleep in a step, on average."""
+        return _ratio(self._num_sleeps, self._num_steps)
 
 
 # -- an epoch -------------------------------------------------------------------------------------
@@ -551,6 +624,8 @@ class EpochClock:
         self.kind = kind
         self.window = window
         """How many batches may be in flight."""
+        self.num_processes = 0
+        """In how many child processes the stages work."""
         self._stages = stages
         self._epoch = epoch
         self.count_ready: Callable[[], Callable[[], int] | None] = _no_window
@@ -596,15 +671,19 @@ class EpochClock:
         if self.consumer.started_at is None:
             return EpochReading(0.0, 0.0, num_bytes, loop, ())
         elapsed_seconds = max(0.0, now - self.consumer.started_at)
+        ready_at = self.consumer.ready_at or self.consumer.started_at
+        worked_seconds = max(0.0, now - ready_at)
         stages = []
-        for reading, earlier in zip(self._read_stages(now), self._at_start, strict=True):
+        # Child processes say what stages they have when they have started.
+        at_start = {reading.name: reading.counter for reading in self._at_start}
+        for reading in self._read_stages(now):
             counter = reading.counter
-            counter.combine(earlier.counter, -1)
+            counter.combine(at_start.get(reading.name, _NOTHING), -1)
             stages.append(
                 StageStats(
                     cast(Any, reading.name),  # The engine itself takes any name.
                     reading.width,
-                    elapsed_seconds,
+                    worked_seconds,
                     counter.num_samples,
                     counter.busy_seconds,
                     counter.cpu_seconds,
@@ -612,6 +691,7 @@ class EpochClock:
                     0 if is_over else reading.num_in_flight,
                     counter.histogram(),
                     reading.workers,
+                    _ratio(counter.wake_seconds, counter.num_wakeups),
                 )
             )
         cpu_seconds = time.process_time() - self._cpu_at
@@ -632,6 +712,12 @@ def _seconds_in_queue() -> float:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):  # Only Linux says so, and not every Linux.
         return 0.0
+
+
+def _num_sleeps() -> int:
+    """Return how often the calling thread has gone to sleep."""
+    of_thread = getattr(resource, "RUSAGE_THREAD", None)  # Only Linux counts for each thread.
+    return 0 if of_thread is None else resource.getrusage(of_thread).ru_nvcsw
 
 
 def _text_of(index: Any) -> str | None:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import pickle
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from ._batch import PendingBatch, note_origin, without_our_frame
 from ._clock import FutureClock
 from ._in_flight import InFlight
+from ._remote_error import RemoteError
 from ._stage import OnSampleError, Operation, Pace, Stage, WorkerCursor
 from ._threads import WorkerGroup, new_thread
 
@@ -61,28 +61,16 @@ class _Failed:
     cpu_seconds: float
 
     def __reduce__(self) -> tuple[Any, ...]:
-        text = "".join(traceback.format_exception(self.error))
-        try:
-            pickled = pickle.dumps(self.error)
-            pickle.loads(pickled)
-        except Exception:
-            pickled = pickle.dumps(
-                RuntimeError(f"{type(self.error).__name__}: {self.error} (it cannot be pickled)")
-            )
-        return _failed_remotely, (self.offset, pickled, text, self.seconds, self.cpu_seconds)
+        error = RemoteError(self.error)
+        return _failed_remotely, (self.offset, error, self.seconds, self.cpu_seconds)
 
 
 def _failed_remotely(
-    offset: int | None, pickled_error: bytes, text: str, seconds: float, cpu_seconds: float
+    offset: int | None, remote: RemoteError, seconds: float, cpu_seconds: float
 ) -> _Failed:
-    error = pickle.loads(pickled_error)
-    # The frames stay behind; concurrent.futures shows their text in this way too.
-    error.__cause__ = _InAnotherProcess(f'\n"""\n{text}"""')
+    error = remote.error
+    assert isinstance(error, Exception)
     return _Failed(offset, error, seconds, cpu_seconds)
-
-
-class _InAnotherProcess(Exception):  # noqa: N818 (never raised)
-    """Where in another process's code an exception came from."""
 
 
 class _Futures(set[Future[Any]], WorkerGroup):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -37,7 +37,7 @@ class IterableStage(Stage):
     def __init__(
         self,
         name: str,
-        width: int,
+        worker_ids: Sequence[int],
         set_up: SetUpIterable,
         first_worker: Callable[[], int],
         *,
@@ -45,8 +45,9 @@ class IterableStage(Stage):
     ) -> None:
         self._first_worker = first_worker
         """Returns the worker whose turn it is when an epoch begins."""
+        self._worker_ids = worker_ids
         self._iterables = [
-            _IterableWorker(name, worker_id, set_up, transfer_stage) for worker_id in range(width)
+            _IterableWorker(name, worker_id, set_up, transfer_stage) for worker_id in worker_ids
         ]
         self.groups = [iterable.workers for iterable in self._iterables]
         clocks = [iterable.clock for iterable in self._iterables]
@@ -66,6 +67,10 @@ class IterableStage(Stage):
         self._rotation[0].workers.queue.put(batch)
         self._rotation.rotate(-1)
         return True
+
+    def ask(self, worker_id: int, batch: PendingBatch) -> None:
+        """Have one worker make a batch, if its turn is decided elsewhere."""
+        self._iterables[self._worker_ids.index(worker_id)].workers.queue.put(batch)
 
     def in_flight(self) -> list[InFlight]:
         return [item for iterable in self._iterables for item in iterable.in_flight()]

@@ -209,7 +209,8 @@ class ThreadStage(Stage):
     function (None if there is another `collate_stage`). The operation takes indices in the first
     stage, and what is in the slots in a later one. Samples go to the `next_stage`, batches to the
     `transfer_stage`, if there is one. `on_sample_error` may replace a sample that failed. If
-    `is_watched`, each sample is timed for the message of a timeout.
+    `is_watched`, each sample is timed for the message of a timeout. `make_cursor` makes the cursor
+    of a worker, if others are to see it.
     """
 
     def __init__(
@@ -226,7 +227,9 @@ class ThreadStage(Stage):
         transfer_stage: Stage | None = None,
         on_sample_error: OnSampleError | None = None,
         is_watched: bool = False,
+        make_cursor: Callable[[int], WorkerCursor] | None = None,
     ) -> None:
+        self._make_cursor = make_cursor
         self._name = name
         self._worker_ids = worker_ids
         self._set_up = set_up
@@ -309,7 +312,7 @@ class ThreadStage(Stage):
     # -- what a worker does -----------------------------------------------------------------------
 
     def set_up_worker(self, worker_id: int) -> _Tools:
-        cursor = WorkerCursor()
+        cursor = WorkerCursor() if self._make_cursor is None else self._make_cursor(worker_id)
         operation, collate = self._set_up(worker_id, cursor)
         self._clocks[worker_id].start()
         return _Tools(operation, collate, self._clocks[worker_id], cursor)

@@ -403,7 +403,19 @@ _started: set[Lifetime] = set()
 
 def _close_at_exit(lifetime: Lifetime) -> None:
     _register_exit()
+    forget_ended()
     _started.add(lifetime)
+
+
+def forget_ended(ending: threading.Thread | None = None) -> None:
+    """Forget lifetimes that have ended. A thread that calls this last is `ending`.
+
+    A finaliser does not wait for threads that take long to end, so it may have left them here.
+    """
+    for lifetime in list(_started):
+        others = (thread for thread in lifetime.threads if thread is not ending)
+        if lifetime.is_closed and not any(thread.is_alive() for thread in others):
+            _started.discard(lifetime)
 
 
 @functools.cache

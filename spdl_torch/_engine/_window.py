@@ -71,6 +71,8 @@ class Window:
     def next(self, timeout_seconds: float | None) -> PendingBatch | None:
         """Return the next finished batch, or None at the end of the epoch."""
         now = time.monotonic()
+        if self._clock.ready_at is None:
+            self._clock.ready_at = now  # Workers are started before.
         is_quick = now - self._returned_at < _QUICK_SECONDS
         deadline = None if timeout_seconds is None else now + timeout_seconds
         num_timeouts = 0
@@ -134,7 +136,7 @@ class Window:
                 batch.finish()
             else:
                 # A sampler may change its list later, and an iterator is used up.
-                if isinstance(drawn, list | Iterator):
+                if self._batched and isinstance(drawn, list | Iterator):
                     drawn = indices[:]
                 batch = PendingBatch(self._epoch, self._num_drawn, drawn, indices)
                 batch.original_indices = indices[:]

@@ -10,10 +10,15 @@ from importlib.resources import files
 from typing import Any
 
 from .._engine import Span
-from .._text import finite
+from .._text import finite, home_of_workers
 from ._trace import lanes
 
-_BOXES = {"training-bound": "loop", "window-bound": "window", "unknown": None}
+_BOXES = {
+    "training-bound": "loop",
+    "gil-bound": "loop",  # Worker threads slow its steps.
+    "window-bound": "window",
+    "unknown": None,
+}
 """The box of the pipeline that a verdict is about, where it is not about a stage."""
 
 
@@ -27,7 +32,11 @@ def report(profile: dict[str, Any], spans: Sequence[Span], table: str) -> str:
 
     """
     verdict = profile["stats"]["verdict"]
+    stats = profile["stats"]
     data = profile | {
+        "home": f" · {home_of_workers(stats['num_processes'])}"
+        if stats["kind"] == "thread"
+        else "",
         "bottleneck": verdict["stage"] or _BOXES.get(verdict["kind"], "workers"),
         "lanes": [
             {"name": lane.name, "stage": lane.stage, "spans": [_row(span) for span in lane.spans]}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,7 +19,9 @@ from .._bad_samples import BadSamplePolicy, policies_of
 from .._dataset import StagedDataset, completed, hooks_of
 from .._dataset_copy import DatasetCopies
 from .._engine import LoopStats, Span
+from .._plan import plan_of
 from .._random import preserve_global_rng
+from .._settings import LoaderSettings
 from .._stats import LoaderStats
 from ._profile import Headroom, Profile, Scaling
 
@@ -66,7 +69,7 @@ def make_profile(
             stats = twin.stats()
         # After the twin is closed: its workers would load ahead meanwhile.
         headroom = None if step is None else _headroom(stats.loop, first_step_seconds, step, kept)
-        # A dataset for worker processes, or for no workers, may not be thread-safe.
+        # torch's worker processes cannot be measured, and a loader without workers has none.
         has_threads = loader.num_workers > 0 and loader.worker_method == "thread"
         scalings = _scalings(_twin(loader), make_loader, stats) if sweep and has_threads else ()
         spans = sorted(spans.copy(), key=lambda span: span.started_seconds)
@@ -148,17 +151,20 @@ def _scalings(
     if isinstance(loader.dataset, IterableDataset):
         return  # Each worker has a share of the data, of which no single sample can be asked.
     max_io_workers = min(_MAX_IO_WORKERS, 2 * (loader.num_io_workers or 8))
-    for stage, function, inputs, num_each in _stages(loader):
+    num_processes = stats.num_processes
+    for stage, function, inputs, num_each in _stages(loader, make_loader, num_processes):
         max_workers = max_io_workers if stage == "load" else 2 * stats.num_cores
         measured = stats.stage(stage)
-        is_short = measured is not None and measured.mean_seconds < 0.001
+        seconds = 1.0 if measured is None else measured.mean_seconds
+        most = num_processes if stage == "load" else _max_processes(loader, stats)
         call = partial(
             _calls_per_second,
             loader,
             make_loader,
             function,
             inputs,
-            batch_size=8 if is_short else 1,
+            batch_size=_calls_per_batch(seconds, num_processes),
+            max_processes=most,
         )
         throughputs = []
         with contextlib.suppress(Exception):
@@ -172,7 +178,26 @@ def _scalings(
             yield Scaling(stage, tuple(throughputs))
 
 
-def _stages(loader: Loader) -> Iterator[tuple[str, Hook, list[Any], int]]:
+def _max_processes(loader: Loader, stats: LoaderStats) -> int:
+    """Return in how many processes the threads of many workers would live."""
+    if stats.num_processes < loader.num_workers or loader.num_processes is not None:
+        shares = stats.num_processes < loader.num_workers
+        return stats.num_processes if shares else 2 * stats.num_cores
+    # A child for each worker. If there is only one worker, see what becomes of two.
+    two = replace(LoaderSettings.of(loader), num_workers=2)
+    return 1 if plan_of(two).num_processes == 1 else 2 * stats.num_cores
+
+
+def _calls_per_batch(seconds: float, num_processes: int) -> int:
+    """Return how many calls to make for a batch, whose hand-over should take less time."""
+    if seconds >= 0.001:
+        return 1
+    return 8 if num_processes == 0 else min(256, ceil(0.002 / max(seconds, 1e-5)))
+
+
+def _stages(
+    loader: Loader, make_loader: Callable[..., Loader], num_processes: int
+) -> Iterator[tuple[str, Hook, list[Any], int]]:
     """Yield the name and the function of each stage, some inputs, and the samples of a call."""
     is_batched = loader.batch_sampler is not None
     sampler = loader.batch_sampler if is_batched else loader.sampler
@@ -189,9 +214,16 @@ def _stages(loader: Loader) -> Iterator[tuple[str, Hook, list[Any], int]]:
         if hook is not None:
             inputs = batches if takes_batch else list(itertools.chain(*batches))
             yield stage, hook, inputs, batch_size if takes_batch else 1
-            with contextlib.suppress(Exception):  # The stage cannot be run by itself.
-                results = _results(hook, batches[:1] if takes_batch else batches[0])
+            first = batches[:1] if takes_batch else batches[0]
+            try:
+                if num_processes == 0:
+                    results = _results(hook, first)
+                else:
+                    results = _results_of_child(loader, make_loader, hook, first)
                 batches = results if takes_batch else [results]
+            except Exception:  # The stage cannot be run by itself.
+                if num_processes > 0:
+                    return  # Or what it makes cannot be sent from one process to another.
     samples = batches[0]
     if is_batched and loader.collate_fn is not None and len(samples) > 0:
         if isinstance(samples, list):
@@ -210,6 +242,36 @@ def _results(function: Hook, inputs: list[Any]) -> list[Any]:
     return results
 
 
+def _results_of_child(
+    loader: Loader, make_loader: Callable[..., Loader], function: Hook, inputs: list[Any]
+) -> list[Any]:
+    """Return the same from a child process.
+
+    The dataset is not called in this one: a file that it opens at its first sample would be shared
+    by all children that are forked later.
+    """
+    results = []
+    started = time.monotonic()
+    with make_loader(
+        StagedDataset.from_functions(inputs[:_NUM_TRIED], load=function),
+        batch_size=None,
+        num_workers=1,
+        num_io_workers=1,
+        num_processes=1,
+        collate_fn=_unchanged,
+        multiprocessing_context=loader.multiprocessing_context,
+    ) as alone:
+        for result in alone:
+            results.append(result)
+            if time.monotonic() - started > _TRY_SECONDS:
+                break
+    return results
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample
+
+
 def _calls_per_second(
     loader: Loader,
     make_loader: Callable[..., Loader],
@@ -218,6 +280,7 @@ def _calls_per_second(
     width: int,
     *,
     batch_size: int,
+    max_processes: int,
 ) -> float:
     """Call a function with the same few inputs again and again, in so many workers."""
     with make_loader(
@@ -226,6 +289,8 @@ def _calls_per_second(
         sampler=itertools.cycle(range(len(inputs))),
         num_workers=width,
         num_io_workers=width,
+        num_processes=min(width, max_processes),
+        multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=4,
         collate_fn=len,
         in_order=False,

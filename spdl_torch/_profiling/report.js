@@ -1,6 +1,6 @@
 "use strict";
 
-const { stats, scalings, headroom, bottleneck, lanes } = JSON.parse(
+const { stats, scalings, headroom, bottleneck, lanes, home } = JSON.parse(
   document.getElementById("data").textContent,
 );
 const { stages, loop } = stats;
@@ -102,7 +102,7 @@ function verdictHeader() {
   const known = Object.entries(figures).filter(([, text]) => text);
   const batches = count(loop.num_batches, "batch");
   return html`<header>
-    <p class="source">spdl_torch profile · ${batches} in ${duration(stats.elapsed_seconds)}</p>
+    <p class="source">spdl_torch profile · ${batches} in ${duration(stats.elapsed_seconds)}${home}</p>
     <h1>
       ${hasKind && html`<span class="kind">${kind}</span>`}
       ${rest.charAt(0).toUpperCase() + rest.slice(1)}

@@ -8,16 +8,18 @@ are done, for an iterable dataset a bookmark for each worker.
 from typing import TypeAlias
 
 from ._iterable import IterableProgress, SampleCount
-from ._map import LOAD, PREPROCESS, MapProgress, key_for
+from ._map import LOAD, PREPROCESS, MapKeys, MapProgress, key_for
 from ._orders import sampler_layers, set_sampler_epoch
-from ._state import read
+from ._state import Bookmark, read
 
 Progress: TypeAlias = MapProgress | IterableProgress
 
 __all__ = [
     "LOAD",
     "PREPROCESS",
+    "Bookmark",
     "IterableProgress",
+    "MapKeys",
     "MapProgress",
     "Progress",
     "SampleCount",

@@ -118,9 +118,37 @@ class IterableProgress(EpochProgress):
             self._bookmarks[worker_id] = bookmark
             self.next_worker = (worker_id + 1) % max(1, self._settings.num_workers)
 
+    # -- child processes --------------------------------------------------------------------------
+
+    def for_child(self, received: dict[int, Bookmark], *, is_restart: bool) -> tuple[Any, ...]:
+        """Return what a child process needs to know of the epoch; see `begin_in_child`.
+
+        A child that takes the place of another begins where the batches of that have arrived.
+        """
+        self.has_drawn = True
+        is_restored = self._is_restored or is_restart
+        bookmarks = {**self._bookmarks, **received} if is_restored else {}
+        # The receiving thread has batches that are still to be delivered.
+        return self.base_seed, self.epoch, self._shared_seed, is_restored, bookmarks
+
+    @classmethod
+    def in_child(cls, settings: LoaderSettings, ends: list[tuple[int, Any]]) -> IterableProgress:
+        """Return the progress in a child process, which adds workers at their end to a list."""
+        progress = cls(settings, None)
+        progress._ends = ends
+        return progress
+
+    def begin_in_child(self, description: tuple[Any, ...]) -> None:
+        self._base_seed, self.epoch, self._shared_seed, is_restored, bookmarks = description
+        self._is_restored, self._bookmarks = is_restored, bookmarks
+
+    _ends: list[tuple[int, Any]] | None = None
+
     def come_to_end(self, worker_id: int, bookmark: Bookmark | Reader) -> None:
         """Note that a worker has nothing left. Called in its thread."""
         self._final_bookmarks[worker_id] = bookmark
+        if self._ends is not None:
+            self._ends.append((worker_id, bookmark))
 
     def begin(self, dataset: Any) -> None:
         super().begin(dataset)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 from torch.utils.data import BatchSampler
 
@@ -179,14 +179,21 @@ class MapProgress(EpochProgress):
         The index alone is not enough: a sampler may draw it twice in an epoch. `number` is that of
         the draw, and `slot` the place of the sample in it; below 0, for all samples together.
         """
-        # For all samples together the first stands for the others; a draw may be empty.
-        index = indices[max(slot, 0)] if indices else None
         number *= self._num_units
-        if self._unit == "sample" and slot >= 0:
-            number, slot = number + slot, 0
-        place = self._order.global_place(number) + self._offset
-        # The index too: several ranks may be at the same place, each of an order of its own.
-        return self.base_seed, self.epoch, place, slot, _number_of(index)
+        has_place = self._unit == "sample" and slot >= 0
+        place = self._order.global_place(number + slot if has_place else number) + self._offset
+        return sample_key(self.base_seed, self.epoch, place, indices, slot, has_place=has_place)
+
+    def places(self, number: int, num_indices: int) -> Sequence[int]:
+        """Return the places of a draw's samples in the order, or that of the draw if it has one."""
+        first = number * self._num_units
+        num_places = max(1, num_indices) if self._unit == "sample" else 1
+        places = self._order.global_places(range(first, first + num_places))
+        return [place + self._offset for place in places] if self._offset else places
+
+    def for_child(self) -> tuple[int, int, bool]:
+        """Return what a child process needs to know of the epoch; see `MapKeys`."""
+        return self.base_seed, self.epoch, self._unit == "sample"
 
     def state_dict(self, *, workers_persist: bool) -> dict[str, Any]:
         """Return the state to save. `workers_persist`: workers of the last epoch are kept."""
@@ -233,6 +240,36 @@ class MapProgress(EpochProgress):
                     drawn += [None] * (place - first - len(drawn))
                     drawn.append(index)
         return drawn + self._order.ahead[first + len(drawn) :]
+
+
+class MapKeys(NamedTuple):
+    """The keys of one draw in a child process, where it stands for the position in the progress.
+
+    It belongs to the draw, because a worker may still be busy with one of an abandoned epoch, whose
+    numbers are those of the next epoch too.
+    """
+
+    base_seed: int
+    epoch: int
+    has_places: bool
+    """Whether each sample has a place of its own, and not the draw as a whole."""
+    places: Sequence[int]
+
+    def sample_key(self, indices: list[Any], slot: int) -> tuple[int, ...]:
+        """Return the key of a sample's random numbers, that of `MapProgress`."""
+        has_place = self.has_places and slot >= 0
+        place = self.places[slot if has_place else 0]
+        return sample_key(self.base_seed, self.epoch, place, indices, slot, has_place=has_place)
+
+
+def sample_key(
+    base_seed: int, epoch: int, place: int, indices: list[Any], slot: int, *, has_place: bool
+) -> tuple[int, ...]:
+    """Return a key; `has_place`: the place is that of the sample and not that of its batch."""
+    # For all samples together the first stands for the others; a draw may be empty.
+    index = indices[max(slot, 0)] if indices else None
+    # The index too: several ranks may be at the same place, each of an order of its own.
+    return base_seed, epoch, place, 0 if has_place else slot, _number_of(index)
 
 
 def key_for(key: tuple[int, ...], index: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, starmap
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
@@ -83,6 +84,13 @@ class Order:
         """Return the place in the order of all ranks of the index that is opened as number so."""
         return int(self.done.missing_at(number))
 
+    def global_places(self, numbers: range) -> Sequence[int]:
+        """Return the same for several indices."""
+        if not self.done:
+            return numbers
+        places: list[int] = self.done.missing_at(np.arange(numbers.start, numbers.stop)).tolist()
+        return places
+
     def state(self) -> SamplerState:
         return SamplerState(self.kind)
 
@@ -138,6 +146,11 @@ class _GlobalOrder(Order):
 
     def global_place(self, number: int) -> int:
         return int(self._sampler.position_of(self.done.missing_at(number), self._start))
+
+    def global_places(self, numbers: range) -> Sequence[int]:
+        places = self.done.missing_at(np.arange(numbers.start, numbers.stop))
+        positions: list[int] = self._sampler.position_of(places, self._start).tolist()
+        return positions
 
     def state(self) -> SamplerState:
         sampler = self._sampler

@@ -254,12 +254,16 @@ class Snapshot:
             _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(state)
         except Exception:  # It has parts that cannot be pickled, such as functions.
             self._copy: Any = copy.deepcopy(state)
-            self._pickle = None
+            self._pickle: bytes | memoryview | None = None
         else:
             self._pickle = file.getbuffer()
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self._copy) if self._pickle is None else pickle.loads(self._pickle)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of a child process, for its parent.
+        return {"_copy": None, "_pickle": bytes(self._pickle)} if self._pickle else vars(self)
 
 
 class _Pickler(pickle.Pickler):

@@ -77,6 +77,7 @@ from loaders import (
     format_figure,
     make_images,
     measure_section,
+    our_loader_of_threads,
     run_spdl,
     section_as_json,
 )
@@ -102,6 +103,9 @@ MAX_DIFFERENCE = 5.0
 """Rounding stays below this even in the worst image; resizing without antialiasing does not."""
 
 OURS = "ours"
+"""With its worker threads in a child process, which is the default for this dataset."""
+OUR_THREADS = "ours, 0 processes"
+"""With its worker threads in this process."""
 
 Batch = tuple[Tensor, Tensor]
 """Images, uint8 of N×C×H×W, and labels."""
@@ -329,7 +333,7 @@ def geometry(*, augmented: bool) -> list[Any]:
 
 
 def open_loader(
-    loader_class: type[TorchDataLoader[Any]], dataset: Any, job: Job, num_batches: int
+    loader_class: Callable[..., Iterable[Batch]], dataset: Any, job: Job, num_batches: int
 ) -> Iterable[Batch]:
     # The repetition is in the sampler, so that the dataset is the one users have.
     return loader_class(
@@ -551,6 +555,7 @@ def resize_section(folder: Path, num_workers: int) -> ImageSection:
         "img/s",
         contenders,
         [
+            Ratio(OURS, OUR_THREADS, at_least=0.97),
             Ratio(OURS, "torch, PIL", at_least=2.2),
             Ratio(OURS, "torch, torchvision.io", at_least=1.2),
             Ratio(OURS, "spdl", at_least=3),
@@ -631,6 +636,7 @@ def open_torch_and_ours(job: Job, *, augmented: bool) -> dict[str, OpenBatches]:
     torchvision_io = torchvision_io_folder(job.folder, augmented=augmented)
     return {
         OURS: partial(open_loader, spdl_torch.DataLoader, ours, job),
+        OUR_THREADS: partial(open_loader, our_loader_of_threads, ours, job),
         "torch, PIL": partial(open_loader, TorchDataLoader, pil, job),
         "torch, torchvision.io": partial(open_loader, TorchDataLoader, torchvision_io, job),
     }

@@ -23,7 +23,12 @@ The number of counted batches differs between contenders, as slow ones would tak
 otherwise; what is reported is per sample or per second.
 
 The consumer does nothing but read the clock. What loader threads cost a busy training step is not
-measured here.
+measured here, but by `step.py`.
+
+Where our workers live
+----------------------
+`ours` alone is the default: the dataset of a section decides, as `print(loader.plan)` says. Rows
+that name a number of processes set `num_processes`, and 0 is threads in this process.
 
 How memory is counted (`memory`)
 --------------------------------
@@ -390,7 +395,7 @@ def torchvision_io_folder(folder: Path) -> Dataset[Any]:
 
 
 def open_loader(
-    loader_class: type[TorchDataLoader[Any]],
+    loader_class: Callable[..., Iterable[Any]],
     dataset_class: Callable[[int], Dataset[Any]],
     num_batches: int,
     **options: Any,
@@ -401,12 +406,16 @@ def open_loader(
 
 
 def open_repeating_loader(
-    loader_class: type[TorchDataLoader[Any]], dataset: Any, num_batches: int
+    loader_class: Callable[..., Iterable[Any]], dataset: Any, num_batches: int
 ) -> Iterable[Any]:
     """A loader that goes through a given dataset as often as needed."""
     # The repetition is in the sampler, so that the dataset is the one users have.
     sampler = [number % len(dataset) for number in range(num_batches * BATCH_SIZE)]
     return loader_class(dataset, batch_size=BATCH_SIZE, sampler=sampler, num_workers=2)
+
+
+our_loader_of_threads = partial(spdl_torch.DataLoader, num_processes=0)
+"""Our loader with its worker threads in this process."""
 
 
 def open_torchdata(num_batches: int) -> Iterable[Any]:
@@ -471,6 +480,7 @@ async def load_slowly_async(index: int) -> int:
 
 def trivial_section() -> Section:
     ours = partial(open_loader, spdl_torch.DataLoader, IndexDataset, num_workers=2)
+    our_threads = partial(ours, num_processes=0)
     torch_0 = partial(open_loader, TorchDataLoader, IndexDataset, num_workers=0)
     torch_2 = partial(open_loader, TorchDataLoader, IndexDataset, num_workers=2)
     spdl_by_sample = partial(open_spdl_by_sample, load_index, 2)
@@ -478,7 +488,8 @@ def trivial_section() -> Section:
     # Counted batches are chosen so that everyone runs for a few tenths of a second.
     by_throughput = [
         throughput_contender("torch, 0 workers", torch_0, num_counted=1536),
-        throughput_contender("ours, 2 threads", ours, num_counted=1536, num_at_once=2),
+        throughput_contender("ours, 2 threads", our_threads, num_counted=1536, num_at_once=2),
+        throughput_contender("ours, 2 processes", ours, num_counted=256, num_at_once=2),
         throughput_contender("torch, 2 processes", torch_2, num_counted=256, num_at_once=2),
         throughput_contender(
             "torchdata, 2 processes",
@@ -505,6 +516,7 @@ def trivial_section() -> Section:
         [
             Ratio("ours, 2 threads", "torch, 0 workers", at_most=1.5),
             Ratio("torch, 2 processes", "ours, 2 threads", at_least=5),
+            Ratio("torch, 2 processes", "ours, 2 processes", at_least=0.95),
             Ratio("torchdata, 2 processes", "ours, 2 threads"),
             Ratio("spdl, 2 threads, by sample", "ours, 2 threads", at_least=50),
             Ratio("spdl, 2 threads, by batch", "ours, 2 threads"),
@@ -523,7 +535,10 @@ def our_staged(dataset_class: Callable[[int], Dataset[Any]], num_io_workers: int
 
 
 def latency_section() -> Section:
-    ours_plain = partial(open_loader, spdl_torch.DataLoader, SlowDataset, num_workers=64)
+    # Not the default, which is 64 processes for a dataset that is not known to be thread-safe.
+    ours_plain = partial(
+        open_loader, spdl_torch.DataLoader, SlowDataset, num_workers=64, num_processes=1
+    )
     torch_16 = partial(open_loader, TorchDataLoader, SlowDataset, num_workers=16)
     # One batch takes 10 ms for 64 workers at best and 40 ms for 16.
     contenders = [
@@ -611,6 +626,7 @@ def images_section(folder: Path) -> Section:
         [
             contender("torch, PIL", TorchDataLoader, pil, "PIL"),
             contender("ours, PIL", spdl_torch.DataLoader, pil, "PIL"),
+            contender("ours, PIL, 0 processes", our_loader_of_threads, pil, "PIL"),
             contender("torch, torchvision.io", TorchDataLoader, torchvision_io, "torchvision.io"),
             contender(
                 "ours, torchvision.io", spdl_torch.DataLoader, torchvision_io, "torchvision.io"
@@ -618,6 +634,7 @@ def images_section(folder: Path) -> Section:
         ],
         [
             Ratio("ours, PIL", "torch, PIL", at_least=1.0),
+            Ratio("ours, PIL", "ours, PIL, 0 processes"),
             Ratio("ours, torchvision.io", "torch, torchvision.io", at_least=1.0),
         ],
     )
@@ -635,10 +652,10 @@ def first_batch_section(folder: Path) -> Section:
             fingerprint=lambda: fingerprints(open_batches(6)),
         )
 
-    def trivial(loader_class: type[TorchDataLoader[Any]]) -> OpenBatches:
+    def trivial(loader_class: Callable[..., Iterable[Any]]) -> OpenBatches:
         return partial(open_loader, loader_class, IndexDataset, num_workers=2)
 
-    def images(loader_class: type[TorchDataLoader[Any]]) -> OpenBatches:
+    def images(loader_class: Callable[..., Iterable[Any]]) -> OpenBatches:
         return partial(open_repeating_loader, loader_class, pil)
 
     return Section(
@@ -647,12 +664,16 @@ def first_batch_section(folder: Path) -> Section:
         [
             contender("torch, trivial", trivial(TorchDataLoader), "trivial"),
             contender("ours, trivial", trivial(spdl_torch.DataLoader), "trivial"),
+            contender("ours, trivial, 0 processes", trivial(our_loader_of_threads), "trivial"),
             contender("torch, images", images(TorchDataLoader), "images"),
             contender("ours, images", images(spdl_torch.DataLoader), "images"),
+            contender("ours, images, 0 processes", images(our_loader_of_threads), "images"),
         ],
         [
-            Ratio("ours, trivial", "torch, trivial", at_most=0.5),
-            Ratio("ours, images", "torch, images", at_most=0.5),
+            Ratio("ours, trivial", "torch, trivial"),
+            Ratio("ours, trivial, 0 processes", "torch, trivial", at_most=0.5),
+            Ratio("ours, images", "torch, images"),
+            Ratio("ours, images, 0 processes", "torch, images", at_most=0.5),
         ],
     )
 
@@ -672,11 +693,15 @@ def memory_section() -> Section:
         [
             contender("torch, 0 workers", "none"),
             contender("torch, 8 processes", "torch"),
-            contender("ours, 8 threads", "ours"),
+            contender("ours, 8 processes", "ours"),
+            contender("ours, 1 process", "ours-1"),
+            contender("ours, 0 processes", "ours-0"),
         ],
         [
-            Ratio("ours, 8 threads", "torch, 8 processes", at_most=1 / 3),
-            Ratio("ours, 8 threads", "torch, 0 workers"),
+            Ratio("ours, 8 processes", "torch, 8 processes", at_most=1),
+            Ratio("ours, 1 process", "torch, 8 processes", at_most=0.5),
+            Ratio("ours, 0 processes", "torch, 8 processes", at_most=1 / 3),
+            Ratio("ours, 0 processes", "torch, 0 workers"),
             Ratio("torch, 8 processes", "torch, 0 workers"),
         ],
         max_rounds=2,
@@ -698,9 +723,13 @@ def run_memory_child(loader_name: str, num_objects: int) -> dict[str, Any]:
 
 def report_memory(loader_name: str, num_objects: int) -> None:
     """Print memory and batch digests as JSON, after an epoch over `num_objects` objects."""
-    loader_class = spdl_torch.DataLoader if loader_name == "ours" else TorchDataLoader
+    loader_class: Callable[..., Iterable[Any]] = TorchDataLoader
+    if loader_name.startswith("ours"):
+        number = loader_name.removeprefix("ours").removeprefix("-")
+        num_processes = int(number) if number else None
+        loader_class = partial(spdl_torch.DataLoader, num_processes=num_processes)
     num_workers = 0 if loader_name == "none" else 8
-    loader: TorchDataLoader[Any] = loader_class(
+    loader = loader_class(
         PathsDataset(num_objects),
         batch_size=500,
         # As in training. It also means that every worker touches nearly every page; in file

@@ -3,8 +3,8 @@
     pip install h5py
     python examples/hdf5_and_memmap.py
 
-All workers share a memory map. h5py runs one call at a time, so workers only read through it, and
-decompress outside of it.
+All workers share a memory map. h5py runs one call of a process at a time, so threads only read
+through it, and decompress outside of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ SHAPE = (96, 96)
 
 
 class Mapped(Dataset[torch.Tensor]):
-    """One map for all workers: pages are read on access, and each is in memory once."""
+    """One map for all workers: pages are read on access, and each is in memory once.
+
+    Threads can share it, so one process with all worker threads is enough.
+    """
+
+    thread_safe = True
 
     def __init__(self, path: Path) -> None:
         self.array = np.load(path, mmap_mode="r")
@@ -44,7 +49,7 @@ class Mapped(Dataset[torch.Tensor]):
 class Hdf5(Dataset[torch.Tensor]):
     """One handle for each worker, opened when it is first used.
 
-    A forked process must not inherit a handle, so this is correct in processes too.
+    Worker processes must not inherit a handle, and the threads of one process must not share one.
     """
 
     def __init__(self, path: Path) -> None:

@@ -118,6 +118,7 @@ def compare(store: S3Store, prefix: str) -> None:
         num_workers=2,
         persistent_workers=True,
         num_io_workers=NUM_REQUESTS,
+        multiprocessing_context="spawn",  # The client's threads do not survive a fork.
         # Raised by this client for answers like 503 and for broken connections. A missing object is
         # a FileNotFoundError, which a retry would not change.
         on_error=RetryLoad(attempts=5, exceptions=(GenericError,)),
@@ -133,7 +134,7 @@ def compare(store: S3Store, prefix: str) -> None:
         shuffle=True,
         num_workers=2,  # 2 × 32 = 64 requests in flight here too.
         persistent_workers=True,
-        multiprocessing_context="spawn",  # The client's threads do not survive a fork.
+        multiprocessing_context="spawn",
     )
     correct, speed = train(torch_loader), samples_per_second(torch_loader)
     print(f"torch: {correct:.0%} correct, {speed:.0f} images/s")

@@ -425,6 +425,16 @@ def test_traceback_begins_in_user_code(factory, first_function, module, capsys):
     assert any(line == "KeyError: 'of the user'" for line in lines)
 
 
+@pytest.mark.children
+def test_traceback_of_child_is_short(module, capsys):
+    """An exception from a child process has its traceback there, and no other."""
+    assert run("profile", f"{module}:make_broken") == 1
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[1].endswith("in __getitem__")
+    assert "KeyError: 'of the user'" in printed.splitlines()
+    assert printed.count("Traceback") == 1
+
+
 def test_syntax_error_has_no_frames(module, capsys):
     """A syntax error is printed without frames of this package."""
     Path(f"{module}.py").write_text("def make(:\n")
@@ -581,7 +591,8 @@ def _read(descriptor):
         return b""
 
 
-def test_ctrl_c_exits_with_130(tmp_path, module):
+@pytest.mark.parametrize("num_processes", [0, 1, 2])
+def test_ctrl_c_exits_with_130(tmp_path, module, num_processes):
     """Ctrl-C while workers are busy ends the command with exit code 130."""
     Path(f"{module}.py").write_text(
         "import os, signal\n"
@@ -589,10 +600,12 @@ def test_ctrl_c_exits_with_130(tmp_path, module):
         "class Images:\n"
         "    def __len__(self): return 1000\n"
         "    def __getitem__(self, index):\n"
-        "        if index == 20: os.kill(os.getpid(), signal.SIGINT)\n"
+        # As a terminal does: to the command and to its child processes.
+        "        if index == 20: os.killpg(0, signal.SIGINT)\n"
         "        return index\n"
-        "def make(): return spdl_torch.DataLoader(Images(), batch_size=2, num_workers=2)\n"
+        "def make(): return spdl_torch.DataLoader(\n"
+        f"    Images(), batch_size=2, num_workers=2, num_processes={num_processes})\n"
     )
-    program = command("profile", f"{module}:make", "--batches", 500)
+    program = command("profile", f"{module}:make", "--batches", 500, start_new_session=True)
     assert (program.returncode, program.stdout) == (128 + signal.SIGINT, "")
     assert program.stderr == "spdl-torch profile: interrupted\n"

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from spdl_torch._engine import _clock
+from spdl_torch._engine._child_clock import ChildClock, Figures, added_up
 from spdl_torch._engine._clock import (
     ConsumerClock,
     EpochClock,
     FutureClock,
+    Reading,
     TaskClock,
     ThreadStageClock,
     WorkerClock,
@@ -23,11 +25,13 @@ class Time:
     def __init__(self):
         self.now = 1000.0
         self.cpu = self.queued = self.process_cpu = 0.0
+        self.sleeps = 0
 
-    def go(self, seconds, *, cpu=0.0, queued=0.0):
+    def go(self, seconds, *, cpu=0.0, queued=0.0, sleeps=0):
         self.now += seconds
         self.cpu += cpu
         self.queued += queued
+        self.sleeps += sleeps
 
 
 @pytest.fixture
@@ -40,6 +44,7 @@ def time(monkeypatch):
     )
     monkeypatch.setattr(_clock, "time", stopped)
     monkeypatch.setattr(_clock, "_seconds_in_queue", lambda: time.queued)
+    monkeypatch.setattr(_clock, "_num_sleeps", lambda: time.sleeps)
     return time
 
 
@@ -188,6 +193,34 @@ def test_loop_waits_and_steps(time):
     assert reading.step_seconds == 3.0
 
 
+def test_steps_are_looked_at(time):
+    """What the loop's thread waits for in a step is told apart; its wait for a batch is not it."""
+    consumer = ConsumerClock()
+    for _ in range(3):
+        consumer.ask()
+        time.go(1.0, queued=0.5, sleeps=7)
+        consumer.get(10)
+        time.go(2.0, cpu=0.5, queued=0.25, sleeps=4)
+    consumer.ask()
+    loop = consumer.read(time.now)
+    assert (loop.step_seconds, loop.step_cpu_seconds, loop.step_queued_seconds) == (6.0, 1.5, 0.75)
+    assert (loop.step_asleep_seconds, loop.sleeps_per_step) == (3.75, 4.0)
+
+
+def test_few_cheap_steps_are_looked_at(time, monkeypatch):
+    """The queue is not read for every cheap step, and its share is that of the others."""
+    reads = []
+    monkeypatch.setattr(_clock, "_seconds_in_queue", lambda: reads.append(0) or time.queued)
+    consumer = ConsumerClock()
+    for _ in range(1000):
+        consumer.ask()
+        consumer.get(10)
+        time.go(0.001, queued=0.0005)
+    consumer.ask()
+    assert 20 <= len(reads) / 2 <= 21  # A second has so many times 50 ms.
+    assert consumer.read(time.now).step_queued_seconds == pytest.approx(0.5)
+
+
 def test_wakeups_are_averaged(time):
     """The time from a wake-up to going on is reported as a mean."""
     consumer = ConsumerClock()
@@ -205,6 +238,75 @@ def test_pause_after_interrupt_is_no_wait(time):
     take(consumer, time, 2.0, 0.0)
     reading = consumer.read(time.now)
     assert (reading.waited_seconds, reading.first_wait_seconds) == (3.0, 3.0)
+
+
+# -- child processes ------------------------------------------------------------------------------
+
+
+def sent(epoch_id, read_at, num_samples, *, width=2, num_in_flight=0):
+    counter = _clock.Counter()
+    counter.add(num_samples, float(num_samples))
+    return Figures(epoch_id, read_at, [Reading("load", width, counter, num_in_flight, "thread")])
+
+
+def seen(clock, now, *, has_work=False):
+    ((_, width, counter, num_in_flight, _),) = clock.read(now, has_work=has_work)
+    return width, counter.num_samples, counter.busy_seconds, num_in_flight
+
+
+def test_epochs_of_child_add_up():
+    """A child sends what it did in an epoch; leftovers of an epoch before are not of the next."""
+    clock = ChildClock()
+    clock.begin(7)
+    clock.receive(sent(7, 1.0, 3))
+    clock.receive(sent(7, 2.0, 10))
+    clock.begin(8)
+    assert seen(clock, 2.5) == (2, 10, 10.0, 0)
+    clock.receive(sent(7, 3.0, 12))
+    assert seen(clock, 3.5) == (2, 10, 10.0, 0)
+    clock.receive(sent(8, 4.0, 1))
+    assert seen(clock, 4.5) == (2, 11, 11.0, 0)
+
+
+def test_figures_of_dead_child_stay():
+    """Another process begins at zero, and what the dead one had sent is not lost."""
+    clock = ChildClock()
+    clock.begin(7)
+    clock.receive(sent(7, 2.0, 10))
+    clock.begin(7)
+    clock.receive(sent(7, 3.0, 1))
+    assert seen(clock, 3.5) == (2, 11, 11.0, 0)
+
+
+def test_older_figures_are_ignored():
+    """Two threads of a child may send in the wrong order."""
+    clock = ChildClock()
+    clock.begin(7)
+    clock.receive(sent(7, 2.0, 10))
+    clock.receive(sent(7, 1.0, 9))
+    assert seen(clock, 2.0) == (2, 10, 10.0, 0)
+
+
+def test_busy_workers_stay_busy():
+    """Workers in the middle of a sample count as busy while the child has work, for a while."""
+    clock = ChildClock()
+    clock.begin(7)
+    clock.receive(sent(7, 2.0, 10, num_in_flight=2))
+    assert seen(clock, 2.25) == (2, 10, 10.0, 0)
+    assert seen(clock, 2.25, has_work=True) == (2, 10, 10.5, 2)
+    assert seen(clock, 99.0, has_work=True) == (2, 10, 12.0, 2)
+    clock.is_abandoned = True
+    assert seen(clock, 2.25, has_work=True) == (2, 10, 10.0, 0)
+
+
+def test_widths_of_children_add_up():
+    """The figures of several children are those of one stage, as wide as all of them."""
+    clocks = [ChildClock(), ChildClock()]
+    for clock in clocks:
+        clock.begin(7)
+        clock.receive(sent(7, 1.0, 3, num_in_flight=1))
+    (reading,) = added_up(clock.read(1.0, has_work=True) for clock in clocks)
+    assert (reading.width, reading.counter.num_samples, reading.num_in_flight) == (4, 6, 2)
 
 
 # -- an epoch -------------------------------------------------------------------------------------

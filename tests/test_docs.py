@@ -168,6 +168,7 @@ def setting(tmp_path, monkeypatch):
 
 
 # WebDataset leaves closing files to the garbage collector.
+@pytest.mark.children
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
@@ -199,6 +200,7 @@ PUBLIC = {name: getattr(spdl_torch, name) for name in spdl_torch.__all__ if name
 CLASSES = {name for name, value in PUBLIC.items() if inspect.isclass(value)}
 
 
+@pytest.mark.children
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_docstring_examples_run(name, setting):
     """The examples of a public class or function print what they say."""

@@ -670,12 +670,21 @@ def test_intra_op_threads_elsewhere(dataset):
 
 
 EXIT = """
-import threading, asyncio, time, torch
-from spdl_torch import DataLoader, RetryLoad, StagedDataset
+import asyncio, functools, os, threading, time, torch
+from spdl_torch import DataLoader, StagedDataset
+
+class Signal:
+    # Like an Event, but also from a forked child.
+    def __init__(self):
+        self.read_end, self.write_end = os.pipe()
+    def set(self):
+        os.write(self.write_end, b"1")
+    def wait(self):
+        os.read(self.read_end, 1)
 
 class Data(StagedDataset):
     def __init__(self):
-        self.is_waiting = threading.Event()
+        self.is_waiting = Signal()
     def __len__(self):
         return 8
     def load(self, index):
@@ -714,7 +723,10 @@ def consume(iterator):
 
 """
 
+IN_THIS_PROCESS = "DataLoader = functools.partial(DataLoader, num_processes=0)\n"
 
+
+@pytest.mark.parametrize("place", ["", IN_THIS_PROCESS], ids=["child", "threads"])
 @pytest.mark.parametrize(
     "state",
     [
@@ -733,15 +745,16 @@ def consume(iterator):
         "threading.Thread(target=consume, args=[it], daemon=True).start(); data.is_waiting.wait()",
     ],
 )
-def test_exit_with_live_iterator(state):
+def test_exit_with_live_iterator(state, place):
     """The interpreter exits with a live iterator."""
-    assert_says_nothing(EXIT + state)
+    assert_says_nothing(EXIT + place + state)
 
 
-def test_uncaught_exception_ends_program():
+@pytest.mark.parametrize("place", ["", IN_THIS_PROCESS], ids=["child", "threads"])
+def test_uncaught_exception_ends_program(place):
     """An uncaught exception ends the program with its traceback."""
     program = subprocess.run(
-        [sys.executable, "-c", EXIT + "for _ in DataLoader(Data(), num_workers=2): 1 / 0"],
+        [sys.executable, "-c", EXIT + place + "for _ in DataLoader(Data(), num_workers=2): 1 / 0"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -127,6 +128,24 @@ def test_any_loader_can_be_profiled(arguments, sweep, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert own_thread_names() == []
     loader.close()
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("cls", [Slow, SlowAsync])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_timeline_has_all_children(cls, num_processes):
+    """The timeline has the work of all children, by workers with distinct names."""
+    profile = loader_of(cls(), num_processes=num_processes).profile(num_batches=10, sweep=False)
+    for stage in ("load", "preprocess"):
+        found = {span.index for span in profile.spans if span.stage == stage}
+        assert found >= {repr(index) for index in range(10 * BATCH_SIZE)}
+    by_child = {span.worker.partition(" in ")[2] for span in profile.spans} - {""}
+    assert by_child == (set() if num_processes == 1 else {"child 0", "child 1"})
+    threads = [span for span in profile.spans if span.stage == "preprocess"]
+    for worker in {span.worker for span in threads}:
+        own = [span for span in threads if span.worker == worker]
+        for before, after in itertools.pairwise(own):
+            assert before.started_seconds + before.seconds <= after.started_seconds + 1e-9
 
 
 def test_executor_is_in_timeline():
@@ -342,6 +361,76 @@ def test_scaling_of_stages(cls):
     # On a busy machine more threads get more of it, though they take turns.
     assert preprocess.throughputs[-1][1] < 3 * preprocess.throughputs[0][1]
     assert collate.throughputs[0][1] > 1000
+
+
+class Tracking(Squares):
+    """Writes down the process of each call, and opens a file at the first one."""
+
+    file = None
+
+    def __init__(self, folder):
+        super().__init__(SIZE)
+        self.folder = folder
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = (self.folder / f"{os.getpid()}").open("a")
+        threads = {thread.name for thread in threading.enumerate()}
+        workers = {name for name in threads if name.startswith("spdl_torch-load-")}
+        with (self.folder / f"{os.getpid()}-{len(workers)}").open("a"):
+            return index
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sweep_is_where_workers_live(num_processes, tmp_path):
+    """A sweep calls the dataset in children only, in as many threads each as the loader has."""
+    loader = loader_of(Tracking(tmp_path), num_processes=num_processes)
+    profile = loader.profile(num_batches=2)
+    assert [scaling.stage for scaling in profile.scalings] == ["preprocess", "collate"]
+    widths = [width for width, _ in profile.scalings[0].throughputs]
+    assert widths[:2] == [1, 2]
+    called = [path.name.split("-") for path in tmp_path.iterdir() if "-" in path.name]
+    assert {process for process, _ in called} & {str(os.getpid())} == set()
+    assert loader.dataset.file is None
+    most_threads = max(int(num_threads) for _, num_threads in called)
+    assert most_threads == (widths[-1] if num_processes == 1 else 1)
+
+
+@pytest.mark.children
+def test_unsendable_samples_have_no_scaling():
+    """A stage whose inputs cannot be sent between processes is left out of the sweep."""
+
+    class Local(Slow):
+        def load(self, index):
+            return lambda: index
+
+        def preprocess(self, raw):
+            return raw()
+
+    profile = loader_of(Local(), num_processes=1).profile(num_batches=2)
+    assert [scaling.stage for scaling in profile.scalings] == ["load"]
+
+
+@pytest.mark.children
+def test_async_load_is_swept_in_child():
+    """A client that is bound to the event loop of a child is used in that loop only."""
+    import asyncio  # noqa: PLC0415
+
+    class Client(SlowAsync):
+        lock = None
+
+        async def load(self, index):
+            if self.lock is None:
+                self.lock, self.loop = asyncio.Lock(), asyncio.get_running_loop()
+            assert self.loop is asyncio.get_running_loop()
+            async with self.lock:
+                return index
+
+    loader = loader_of(Client(), num_processes=1)
+    assert [s.stage for s in loader.profile(2).scalings] == ["load", "preprocess", "collate"]
+    assert loader.dataset.lock is None
+    assert len(list(loader)) == SIZE // BATCH_SIZE
 
 
 @pytest.mark.exhaustive

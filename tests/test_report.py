@@ -592,6 +592,23 @@ def test_page_shows_every_measurement(browser, page, trace, make):
     assert shown.stats.verdict.sentence.split(": ")[-1][1:] in headline
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, " · worker threads in this process"),
+        ({"num_processes": 1}, " · worker threads in 1 child process"),
+        ({"num_processes": 3}, " · worker threads in 3 child processes"),
+        ({"kind": "caller"}, ""),
+    ],
+)
+def test_page_says_where_workers_live(tmp_path, changes, words):
+    """The page has in its data where the workers live, and shows it."""
+    path = tmp_path / "report.html"
+    profile(**changes).save(path)
+    assert json.dumps({"home": words}, separators=(",", ":"))[1:-1] in path.read_text()
+    assert "${home}" in path.read_text()
+
+
 @in_browser
 @pytest.mark.parametrize(
     ("make", "marked"),
@@ -601,6 +618,7 @@ def test_page_shows_every_measurement(browser, page, trace, make):
         (processes, "workers"),
         (nothing_yet, None),
         (lambda: of_kind("training-bound"), "loop"),
+        (lambda: of_kind("gil-bound"), "loop"),
         (lambda: of_kind("window-bound"), "window"),
         (lambda: of_kind("collate-bound", "collate"), "collate"),
         (lambda: of_kind("transfer-bound", "transfer"), "transfer"),

@@ -6,7 +6,9 @@ import copy
 import gc
 import itertools
 import logging
+import os
 import pickle
+import signal
 import threading
 import time
 import weakref
@@ -95,6 +97,104 @@ def test_each_stage_counts_once(cls, arguments):
     assert stats.loop.num_batches == NUM_BATCHES
     assert stats.num_bytes == 8 * SIZE
     assert not stats.is_running
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("num_processes", [1, 2, None])
+@pytest.mark.parametrize("dataset", [Timed(), TimedAsync(), TimedMany()])
+def test_each_stage_counts_once_in_children(dataset, num_processes):
+    """Every sample and every batch is counted once, in however many child processes."""
+    stats = run(dataset, num_processes=num_processes, num_epochs=3, persistent_workers=True)
+    counts = {stage.name: stage.num_samples for stage in stats.stages}
+    assert counts == {"load": SIZE, "preprocess": SIZE, "collate": NUM_BATCHES}
+    assert [sum(n for _, n in stage.histogram) for stage in stats.stages] == list(counts.values())
+    assert {stage.num_in_flight for stage in stats.stages} == {0}
+    assert stats.num_bytes == 8 * SIZE
+    assert stats.num_processes == (num_processes or 1)
+
+
+@pytest.mark.children
+def test_abandoned_epoch_counts_alone():
+    """What children still do for an epoch that was left is not counted in the next one."""
+    arguments = {"batch_size": BATCH_SIZE, "num_workers": 2, "persistent_workers": True}
+    with DataLoader(Timed(load=0.002), num_processes=2, buffer_size=8, **arguments) as loader:
+        for _ in range(5):
+            next(iter(loader))
+        list(loader)
+        (load, _, collate) = loader.stats().stages
+    # A worker may be in the middle of a sample when the epoch is left.
+    assert SIZE <= load.num_samples <= SIZE + load.width
+    assert NUM_BATCHES <= collate.num_samples <= NUM_BATCHES + 2
+
+
+class Killed(Timed):
+    def __init__(self, killed):
+        super().__init__(load=0.002)
+        self.killed = killed
+
+    def load(self, index):
+        if index == 30 and not self.killed.exists():
+            time.sleep(0.7)  # So that its figures have been sent.
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().load(index)
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_figures_of_dead_child_are_kept(num_processes, tmp_path):
+    """A child that dies takes nothing with it that it had sent: no figure goes back."""
+    seen = []
+    with DataLoader(
+        Killed(tmp_path / "killed"), batch_size=2, num_workers=2, num_processes=num_processes
+    ) as loader:
+        for _ in loader:
+            stage = loader.stats().stage("collate")
+            seen.append(0 if stage is None else stage.num_samples)
+        load, _, collate = loader.stats().stages
+    assert (tmp_path / "killed").exists()
+    assert seen == sorted(seen)
+    assert len(seen) == SIZE // 2
+    # The last batches may have been made and not counted when it died.
+    assert SIZE // 2 - 8 <= collate.num_samples <= SIZE // 2 + 8
+    assert load.busy_seconds >= 0.002 * (SIZE - 16)
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("num_processes", [0, 1, 2])
+def test_figures_are_the_same_in_children(num_processes):
+    """Width, busy time and quantiles of the workers do not depend on where they live."""
+    stats = run(Timed(load=0.01, preprocess=0.004), num_processes=num_processes, num_io_workers=4)
+    load, preprocess, collate = stats.stages
+    assert (load.width, preprocess.width, collate.width) == (4, 2, 2)
+    for stage, seconds in ((load, 0.01), (preprocess, 0.004)):
+        assert seconds * SIZE <= stage.busy_seconds < 3 * seconds * SIZE + 0.1
+        assert 0.9 * seconds <= stage.p50_seconds <= stage.p99_seconds
+        assert stage.cpu_seconds < 0.5 * stage.busy_seconds
+    assert f"worker threads in {('this', '1 child', '2 child')[num_processes]} process" in str(
+        stats
+    )
+
+
+@pytest.mark.children
+def test_long_samples_count_while_they_run():
+    """Workers in child processes count as busy in the middle of long samples."""
+    with DataLoader(
+        Timed(preprocess=1.0, size=8), batch_size=2, num_workers=2, num_processes=1
+    ) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        time.sleep(0.8)  # In the middle of the next batch, and longer than children keep silent.
+        stage = loader.stats().stage("preprocess")
+        assert stage.num_in_flight == 2
+        assert stage.num_busy == pytest.approx(2, rel=0.15)
+
+
+def test_start_of_workers_is_not_theirs():
+    """The time until the workers are ready is not part of the time of a stage."""
+    stats = run(Timed(load=0.01), worker_init_fn=lambda _: time.sleep(0.1))
+    assert stats.elapsed_seconds >= 0.2
+    assert 0.01 * SIZE / 8 <= stats.stage("load").elapsed_seconds <= stats.elapsed_seconds - 0.2
 
 
 def test_plain_dataset_is_preprocess():

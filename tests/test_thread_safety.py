@@ -26,6 +26,9 @@ from torch.utils.data import Dataset
 
 import spdl_torch
 
+# Most of these datasets are shared wrongly, or right in ways that cannot be seen from outside.
+pytestmark = pytest.mark.filterwarnings("ignore:.* threads share a dataset:UserWarning")
+
 TIMEOUT_SECONDS = 30.0
 """For an event that comes at once, unless the test has failed."""
 

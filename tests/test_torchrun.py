@@ -88,7 +88,8 @@ class Run:
 
     def kill_rank(self, rank: int) -> None:
         variable = f"RANK={rank}".encode()
-        [pid] = (pid for pid, env in self.processes().items() if variable in env.split(b"\0"))
+        # Its worker processes have its environment, and are younger.
+        pid = min(pid for pid, env in self.processes().items() if variable in env.split(b"\0"))
         os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> None:

@@ -71,14 +71,23 @@ PIPELINES = {
 }
 
 
+@pytest.mark.parametrize("num_processes", [0, 1, 2])
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_bottleneck_of_pipeline_is_found(kind):
-    """A pipeline with a known bottleneck gets the verdict of that name."""
+def test_bottleneck_of_pipeline_is_found(kind, num_processes):
+    """A pipeline with a known bottleneck gets the verdict of that name, wherever workers live."""
     dataset, num_workers, step = PIPELINES[kind]
+    if kind == "gil-bound" and num_processes >= NUM_CORES:
+        kind = "cpu-bound"  # A GIL for each core.
     # A pipeline runs for a second. A pause of the machine may spoil one run, but not two more.
     for num_needed in (1, 2):
         found = [
-            stats_of(dataset, num_workers, step=step or (lambda: None)) for _ in range(num_needed)
+            stats_of(
+                dataset,
+                num_workers,
+                step=step or (lambda: None),
+                num_processes=min(num_processes, num_workers),
+            )
+            for _ in range(num_needed)
         ]
         if all(stats.verdict.kind == kind for stats in found):
             return
@@ -86,13 +95,43 @@ def test_bottleneck_of_pipeline_is_found(kind):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "advice"), [(0.0, "tuning it will not help"), (0.0007, "They may slow the steps")]
+    ("seconds", "kind", "advice"),
+    [
+        (0.002, "gil-bound", "Set num_processes=1:"),
+        (0.0, "training-bound", "tuning it will not help"),
+    ],
 )
-def test_slowed_step_is_told(seconds, advice):
-    """A step that needs the GIL gets the sure advice only beside workers that hardly need it."""
-    stats = stats_of(Work(400, preprocess=lambda: think(seconds)), step=lambda: think(0.02))
-    assert stats.verdict.kind == "training-bound", stats
-    assert advice in stats.verdict.advice, stats
+def test_slowed_step_is_told(seconds, kind, advice):
+    """A step that needs the GIL is slowed by threads beside it that need it too."""
+    dataset = Work(320, preprocess=lambda: think(seconds))
+    for _ in range(3):
+        stats = stats_of(dataset, step=lambda: think(0.02))
+        if stats.verdict.kind == kind and advice in stats.verdict.advice:
+            return
+    pytest.fail(str(stats))
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("num_processes", [None, 1, 2])
+def test_children_do_not_slow_step(num_processes):
+    """Workers in child processes are not blamed for the time of a step."""
+    dataset = Work(320, preprocess=lambda: think(0.002))
+    stats = stats_of(dataset, step=lambda: think(0.02), num_processes=num_processes)
+    assert stats.num_processes == (num_processes or 1)
+    assert "the loop's thread" not in stats.verdict.sentence, stats
+    assert "queued for a core" not in stats.verdict.sentence, stats
+    assert "num_processes=1" not in stats.verdict.advice, stats
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0015])
+def test_step_on_device_is_not_slowed(seconds):
+    """A step that sleeps because it waits for a device is not blamed on worker threads."""
+    dataset = Work(320, preprocess=lambda: think(seconds))
+    for _ in range(3):
+        stats = stats_of(dataset, step=lambda: time.sleep(0.05))
+        if stats.verdict.kind == "training-bound":
+            return
+    pytest.fail(str(stats))
 
 
 # -- rule by rule ---------------------------------------------------------------------------------
@@ -100,7 +139,7 @@ def test_slowed_step_is_told(seconds, advice):
 SECONDS = 10.0
 
 
-def stage(name, width, busy, *, cpu=0.0, queued=0.0, workers="thread"):
+def stage(name, width, busy, *, cpu=0.0, queued=0.0, workers="thread", wake_seconds=0.0):
     """Return a stage with so many busy workers, on average."""
     return StageStats(
         name=name,
@@ -113,6 +152,7 @@ def stage(name, width, busy, *, cpu=0.0, queued=0.0, workers="thread"):
         num_in_flight=0,
         histogram=(),
         workers=workers,
+        wake_seconds=wake_seconds,
     )
 
 
@@ -126,6 +166,9 @@ def verdict(
     num_batches=100,
     process_cpu_seconds=0.0,
     step_cpu=0.0,
+    step_queued=0.0,
+    sleeps=0.0,
+    num_processes=0,
 ):
     return LoaderStats(
         kind=kind,
@@ -139,6 +182,8 @@ def verdict(
             step_seconds=(1 - waited) * SECONDS,
             wake_seconds=wake_seconds,
             step_cpu_seconds=step_cpu * SECONDS,
+            step_queued_seconds=step_queued * SECONDS,
+            sleeps_per_step=sleeps,
         ),
         window=8,
         num_ready=0,
@@ -147,9 +192,11 @@ def verdict(
         num_retries=0,
         num_cores=num_cores,
         cpu_seconds=process_cpu_seconds,
+        num_processes=num_processes,
     ).verdict
 
 
+BUSY = stage("preprocess", 4, 4.0, cpu=0.4)
 SURE = "The loader is not the bottleneck: tuning it will not help."
 COLLATE = stage("collate", 4, 0.1, cpu=0.1)
 IDLE_EXECUTOR = stage("preprocess", 2, 0.5, cpu=0.5, workers="executor")
@@ -167,11 +214,66 @@ CASES = {
         "the loop waited 4 % of its time, its steps took 96.0 ms each.",
         SURE,
     ),
-    "the loop hardly waits, beside busy threads": (
-        verdict(stage("preprocess", 4, 4.0, cpu=0.4), waited=0.04, step_cpu=0.6),
+    "a step that waits for the GIL": (
+        verdict(BUSY, waited=0.04, step_cpu=0.6, step_queued=0.06, sleeps=40, wake_seconds=0.01),
+        "gil-bound",
+        "up to 30.0 ms of each step, which takes 96.0 ms, the loop's thread waits for worker "
+        "threads to release the GIL: these use 0.4 cores in its process.",
+        "Set num_processes=1: the workers in a child process have a GIL of their own.",
+    ),
+    "a step that waits for the GIL longer than for batches": (
+        verdict(BUSY, waited=0.3, step_cpu=0.35, sleeps=40, wake_seconds=0.01),
+        "gil-bound",
+        "up to 35.0 ms of each step, which takes 70.0 ms",
+        "Set num_processes=1",
+    ),
+    "a step that waits for the GIL less than for batches": (
+        verdict(BUSY, waited=0.4, step_cpu=0.35, sleeps=40, wake_seconds=0.01),
+        "io-bound",
+        "4.0 of 4 preprocess workers busy",
+        "Raise num_workers",
+    ),
+    "a step that waits for a device": (
+        verdict(BUSY, waited=0.04, step_cpu=0.1, sleeps=2, wake_seconds=0.01),
         "training-bound",
-        "took 96.0 ms each, up to 36.0 ms of that because worker threads used 0.4 cores meanwhile.",
-        "They may slow the steps: loader.profile(step=...)",
+        "its steps took 96.0 ms each.",
+        SURE,
+    ),
+    "a step that sleeps often, beside threads that release the GIL": (
+        verdict(BUSY, waited=0.04, step_cpu=0.1, sleeps=400, wake_seconds=0.0004),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
+    ),
+    "a step that sleeps beside threads that do little": (
+        verdict(
+            stage("preprocess", 4, 4.0, cpu=0.04),
+            waited=0.04,
+            step_cpu=0.6,
+            sleeps=40,
+            wake_seconds=0.01,
+        ),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
+    ),
+    "a step that sleeps beside workers in child processes": (
+        verdict(BUSY, waited=0.04, step_cpu=0.6, sleeps=40, wake_seconds=0.01, num_processes=1),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
+    ),
+    "a step that queues for a core": (
+        verdict(BUSY, waited=0.04, step_cpu=0.6, step_queued=0.3, wake_seconds=0.01),
+        "training-bound",
+        "up to 30.0 ms of that queued for a core because worker threads used 0.4 of 4.",
+        "Use fewer workers if the steps are faster without",
+    ),
+    "a step that queues beside workers in child processes": (
+        verdict(BUSY, waited=0.04, step_cpu=0.6, step_queued=0.3, num_processes=2),
+        "training-bound",
+        "its steps took 96.0 ms each.",
+        SURE,
     ),
     "a step with a core of its own": (
         verdict(stage("preprocess", 4, 4.0, cpu=2.0), waited=0.04, step_cpu=0.95),
@@ -179,23 +281,14 @@ CASES = {
         "its steps took 96.0 ms each.",
         SURE,
     ),
-    "a step in many threads beside busy workers": (
-        verdict(
-            stage("preprocess", 4, 4.0, cpu=2.0),
-            waited=0.04,
-            step_cpu=0.95,
-            process_cpu_seconds=35.0,
-        ),
-        "training-bound",
-        "up to 56.0 ms of that because worker threads used 2.0 cores",
-        "They may slow the steps",
-    ),
     "a step beside a busy process pool": (
         verdict(
             stage("preprocess", 4, 4.0, cpu=4.0, workers="executor"),
             waited=0.04,
             step_cpu=0.6,
             process_cpu_seconds=6.1,
+            sleeps=40,
+            wake_seconds=0.01,
         ),
         "training-bound",
         "its steps took 96.0 ms each.",
@@ -205,12 +298,14 @@ CASES = {
         verdict(
             stage("preprocess", 4, 0.4, cpu=0.2, workers="executor"),
             waited=0.04,
-            step_cpu=0.6,
-            process_cpu_seconds=8.0,
+            step_cpu=0.76,
+            process_cpu_seconds=8.0 + 7.6,
+            sleeps=40,
+            wake_seconds=0.01,
         ),
-        "training-bound",
-        "up to 20.0 ms of that because worker threads used 0.2 cores",
-        "They may slow the steps",
+        "gil-bound",
+        "up to 20.0 ms of each step, which takes 96.0 ms",
+        "Leave out preprocess_executor",
     ),
     "a step beside worker processes": (
         verdict(kind="multiprocessing", waited=0.04),
@@ -228,7 +323,7 @@ CASES = {
         verdict(kind="multiprocessing"),
         "process-bound",
         "which are not measured",
-        'worker_method="thread", which measures the stages, only if the dataset releases the GIL',
+        "Without worker_method the workers live in child processes too, and their stages",
     ),
     "reading": (
         verdict(stage("load", 16, 15.9, cpu=0.5), stage("preprocess", 4, 0.8, cpu=0.7), COLLATE),
@@ -294,7 +389,7 @@ CASES = {
         verdict(stage("preprocess", 4, 3.9, cpu=0.9, queued=0.1), COLLATE, wake_seconds=0.006),
         "gil-bound",
         "4.0 of 4 preprocess workers busy, but they use 1.0 cores",
-        "Use preprocess_executor=ProcessPoolExecutor(...)",
+        "Leave out num_processes, or set it to num_workers (4) to have a GIL for each;",
     ),
     "making batches while the samples hold the GIL": (
         verdict(
@@ -304,7 +399,7 @@ CASES = {
         ),
         "gil-bound",
         "3.8 of 4 preprocess workers busy, but they use 0.9 cores",
-        "Use preprocess_executor=ProcessPoolExecutor(...)",
+        "Leave out num_processes, or set it to num_workers (4) to have a GIL for each;",
     ),
     "batches that hold the GIL": (
         verdict(
@@ -356,13 +451,60 @@ CASES = {
         verdict(stage("load", 8, 7.9, cpu=1.0), COLLATE, wake_seconds=0.006),
         "gil-bound",
         "7.9 of 8 load workers busy",
-        "Move computation from load to preprocess, and use preprocess_executor",
+        "Leave out num_processes",
     ),
     "holding the GIL in an iterable dataset": (
         verdict(stage("iterate", 4, 3.8, cpu=1.0), COLLATE, wake_seconds=0.006),
         "gil-bound",
         "3.9 of 4 iterate workers busy",
-        'Use worker_method="multiprocessing"',
+        "Leave out num_processes",
+    ),
+    "holding the GIL of a child": (
+        verdict(
+            stage("preprocess", 4, 3.9, cpu=0.9, queued=0.1, wake_seconds=0.006),
+            COLLATE,
+            num_processes=1,
+        ),
+        "gil-bound",
+        "4.0 of 4 preprocess workers busy, but they use 1.0 cores: they wait",
+        "Set num_processes=4, so that each worker has a GIL of its own;",
+    ),
+    "holding the GILs of two children": (
+        verdict(
+            stage("preprocess", 4, 3.9, cpu=1.9, queued=0.1, wake_seconds=0.006),
+            COLLATE,
+            num_processes=2,
+        ),
+        "gil-bound",
+        "but they use 2.0 cores in 2 child processes: they wait for each other",
+        "Set num_processes=4",
+    ),
+    "holding the GIL in the load stage of each child": (
+        verdict(
+            stage("load", 8, 7.9, cpu=1.9, wake_seconds=0.006),
+            stage("collate", 2, 0.1, cpu=0.1),
+            num_processes=2,
+        ),
+        "gil-bound",
+        "7.9 of 8 load workers busy",
+        "Move computation from load to preprocess;",
+    ),
+    "reading in a child, while the loop is woken slowly": (
+        verdict(
+            stage("preprocess", 4, 3.9, cpu=0.9, queued=0.1, wake_seconds=0.0001),
+            COLLATE,
+            num_processes=1,
+            wake_seconds=0.01,
+        ),
+        "io-bound",
+        "they waited 72 % of that",
+        "Raise num_workers",
+    ),
+    "holding the GIL beside an executor": (
+        verdict(stage("load", 8, 7.9, cpu=1.0), IDLE_EXECUTOR, COLLATE, wake_seconds=0.006),
+        "gil-bound",
+        "7.9 of 8 load workers busy",
+        "Leave the computation to the executor, which should have processes;",
     ),
     "an idle executor of an unknown size": (
         verdict(stage("load", 8, 7.9, cpu=0.1), stage("preprocess", None, 0.2, workers="executor")),

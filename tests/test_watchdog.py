@@ -277,11 +277,12 @@ def test_timeout_shortens_staggered_start():
     assert [batch.item() for batch in loader] == [0, 1, 4]
 
 
-def test_ctrl_c_within_a_second():
+@pytest.mark.parametrize("num_processes", [0, None])
+def test_ctrl_c_within_a_second(num_processes):
     """Also in the instant before the loop begins to wait, when CPython does not hear it."""
     program = textwrap.dedent(
-        """
-        import sys, threading, time
+        f"""
+        import multiprocessing, threading, time
         import spdl_torch
 
         class Stuck(list):
@@ -289,10 +290,11 @@ def test_ctrl_c_within_a_second():
                 ready.set()
                 time.sleep(60)  # The loop must not wait for it, neither here nor when it closes.
 
-        ready = threading.Event()
+        ready = multiprocessing.Event()
         threading.Thread(target=lambda: (ready.wait(), print("ready", flush=True))).start()
+        arguments = {{"num_workers": 1, "num_processes": {num_processes}}}
         try:
-            next(iter(spdl_torch.DataLoader(Stuck([1, 2]), num_workers=1)))
+            next(iter(spdl_torch.DataLoader(Stuck([1, 2]), **arguments)))
         except KeyboardInterrupt:
             print("heard", flush=True)
         import os

@@ -15,6 +15,10 @@ import torch.distributed as dist
 
 from tests import torchrun
 
+PLACES = [(None, "spdl_torch-0"), (0, "spdl_torch-preprocess-1")]
+"""`num_processes`, and the name of a worker that is then seen in this process: a child, a thread.
+"""
+
 TIMEOUT_SECONDS = 200
 """Of a program on two processes: torch and a framework take long to import, on busy cores."""
 

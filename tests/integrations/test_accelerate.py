@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,8 +13,9 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
+from tests.conftest import own_worker_names
 from tests.datasets import Sharded
-from tests.integrations import quick, run_on_two_processes, write_result
+from tests.integrations import PLACES, quick, run_on_two_processes, write_result
 from tests.tiers import sampled
 
 accelerate = pytest.importorskip("accelerate")
@@ -29,7 +28,10 @@ from spdl_torch.integrations.accelerate import prepare, skip_first_batches  # no
 SIZE = 22
 DATASET = TensorDataset(torch.arange(SIZE))
 
-pytestmark = pytest.mark.filterwarnings("default")  # Those of accelerate are not ours to mend.
+pytestmark = [
+    pytest.mark.children,
+    pytest.mark.filterwarnings("default"),  # Those of accelerate are not ours to mend.
+]
 
 
 @pytest.fixture
@@ -61,13 +63,10 @@ def flat(batches):
 
 
 @quick
-def test_threads_load_and_no_process(accelerator):
-    loader = prepare(accelerator, make_loader())
-    names = set()
-    for _ in loader:
-        names |= {thread.name for thread in threading.enumerate()}
-        assert multiprocessing.active_children() == []
-    assert {"spdl_torch-preprocess-0", "spdl_torch-preprocess-1"} <= names
+@pytest.mark.parametrize(("num_processes", "worker"), PLACES)
+def test_our_workers_load(accelerator, num_processes, worker):
+    loader = prepare(accelerator, make_loader(num_processes=num_processes))
+    assert worker in {name for _ in loader for name in own_worker_names()}
     assert isinstance(loader, DataLoader)
 
 
@@ -100,6 +99,7 @@ def test_every_argument_is_kept(accelerator):
             "in_order": False,
             "num_cpu_workers": 3,
             "num_io_workers": 5,
+            "num_processes": 2,
             "num_workers": 2,
             "on_error": ReplaceBadSamples(max_fraction=0.5),
             "persistent_workers": True,
@@ -110,10 +110,10 @@ def test_every_argument_is_kept(accelerator):
             "worker_init_fn": print,
         }
         others = [{}, {"seed": 4, "generator": None}]
-        others += [{"preprocess_executor": executor, "copy_dataset": False}]
+        others += [{"preprocess_executor": executor, "copy_dataset": False, "num_processes": 0}]
         others += [{"worker_method": "multiprocessing", "multiprocessing_context": "spawn"}]
         others[-1] |= {"copy_dataset": False, "buffer_size": None, "on_error": "raise"}
-        others[-1] |= {"num_cpu_workers": None, "num_io_workers": None}
+        others[-1] |= {"num_cpu_workers": None, "num_io_workers": None, "num_processes": None}
         for other in others:
             loader = make_loader(**arguments | other)
             prepared = prepare(accelerator, loader)
@@ -318,8 +318,7 @@ def main(directory):
         for _ in loader:
             with accelerator.accumulate(model):
                 epochs["synchronised"].append(accelerator.sync_gradients)
-        epochs["names"] = [thread.name for _ in loader for thread in threading.enumerate()]
-        epochs["children"] = [child.name for _ in loader for child in _children()]
+        epochs["workers"] = [name for _ in loader for name in own_worker_names()]
         epochs["skipped"] = indices(skip_first_batches(loader, 1))
 
     accelerator = Accelerator(cpu=True)
@@ -357,10 +356,6 @@ def main(directory):
     accelerator.end_training()
 
 
-def _children():
-    return multiprocessing.active_children()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return run_on_two_processes(__file__, tmp_path_factory.mktemp("accelerate"))
@@ -396,10 +391,9 @@ def test_two_processes_synchronise_gradients(ranks, name):
 
 @on_two_processes
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_two_processes_load_with_threads(ranks, name):
+def test_two_processes_load_with_children(ranks, name):
     loading = ranks[:1] if name == "dispatched" else ranks
-    assert all("spdl_torch-preprocess-1" in rank[name]["names"] for rank in loading)
-    assert [rank[name]["children"] for rank in ranks] == [[], []]
+    assert all("spdl_torch-0" in rank[name]["workers"] for rank in loading)
 
 
 @on_two_processes

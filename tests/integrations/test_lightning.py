@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import sys
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +13,8 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler, ReplaceBadSamples
-from tests.conftest import own_thread_names
-from tests.integrations import quick, run_on_two_processes, write_result
+from tests.conftest import own_worker_names
+from tests.integrations import PLACES, quick, run_on_two_processes, write_result
 from tests.tiers import sampled
 
 lightning = pytest.importorskip("lightning")
@@ -27,7 +25,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 SIZE = 24
 DATASET = TensorDataset(torch.arange(SIZE))
 
-pytestmark = pytest.mark.filterwarnings("default")  # Those of Lightning are not ours to mend.
+pytestmark = [
+    pytest.mark.children,
+    pytest.mark.filterwarnings("default"),  # Those of Lightning are not ours to mend.
+]
 
 
 class Model(lightning.LightningModule):
@@ -39,17 +40,15 @@ class Model(lightning.LightningModule):
         self.batches = []
         self.epochs = []
         self.names = set()
-        self.num_children = 0
 
     def training_step(self, batch, _):
         self.batches.append(batch[0].tolist())
         self.epochs.append(self.current_epoch)
-        self.names |= set(own_thread_names())
-        self.num_children += len(multiprocessing.active_children())
+        self.names |= set(own_worker_names())
         return self.layer(batch[0].float()[:, None]).sum()
 
     def validation_step(self, batch, _):
-        self.names |= set(own_thread_names())
+        self.names |= set(own_worker_names())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -90,21 +89,23 @@ def checkpoint_after(num_steps, directory):
 
 
 @quick
+@pytest.mark.parametrize(("num_processes", "worker"), PLACES)
 @pytest.mark.parametrize("persistent", sampled([False, True], 2))
-def test_threads_end_with_the_training(tmp_path, persistent):
-    """Worker threads load, and end with the training."""
+def test_workers_end_with_the_training(tmp_path, persistent, num_processes, worker):
+    """Workers load, and end with the training."""
     model = Model()
-    train = make_loader(shuffle=True, persistent_workers=persistent)
-    validate = make_loader(persistent_workers=persistent)
+    arguments = {"persistent_workers": persistent, "num_processes": num_processes}
+    train = make_loader(shuffle=True, **arguments)
+    validate = make_loader(**arguments)
     make_trainer(tmp_path).fit(model, train, validate)
-    assert "spdl_torch-preprocess-1" in model.names
-    assert model.num_children == 0
-    assert own_thread_names() == []
+    assert worker in model.names
+    assert own_worker_names() == []
     assert Counter(model.indices(0)) == Counter(model.indices(1)) == Counter(range(SIZE))
 
 
-def test_threads_end_after_an_error(tmp_path):
-    """Worker threads end with a training that fails."""
+@pytest.mark.parametrize("num_processes", [None, 0])
+def test_workers_end_after_an_error(tmp_path, num_processes):
+    """Workers end with a training that fails."""
 
     class Failing(Model):
         def training_step(self, batch, number):
@@ -112,11 +113,11 @@ def test_threads_end_after_an_error(tmp_path):
             raise ZeroDivisionError
 
     model = Failing()
-    loader = make_loader(persistent_workers=True)
+    loader = make_loader(persistent_workers=True, num_processes=num_processes)
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path).fit(model, loader)
     assert model.names
-    assert own_thread_names() == []
+    assert own_worker_names() == []
 
 
 @quick
@@ -187,7 +188,7 @@ def test_fabric_resumes_from_the_state(tmp_path):
     fabric = Fabric(accelerator="cpu", devices=1)
     batches = []
     for (batch,) in fabric.setup_dataloaders(loader):
-        assert "spdl_torch-preprocess-1" in own_thread_names()
+        assert "spdl_torch-0" in own_worker_names()
         batches.append(batch.tolist())
         if len(batches) == 2:
             fabric.save(tmp_path / "checkpoint", {"loader": loader.state_dict()})
@@ -213,6 +214,7 @@ def main(directory):
             "device": "cpu",
             "num_cpu_workers": 3,
             "num_io_workers": 5,
+            "num_processes": 0,
             "on_error": ReplaceBadSamples(max_fraction=0.5),
             "preprocess_executor": executor,
             "prefetch_factor": 3,
@@ -241,9 +243,8 @@ def main(directory):
         trainer.fit(model, loader)
         result[name] = {"batches": model.batches, "epochs": model.epochs}
         result[name]["names"] = sorted(model.names)
-        result[name]["num_children"] = model.num_children
         result[name]["is_left_alone"] = trainer.train_dataloader.sampler is sampler
-        result[name]["left"] = own_thread_names()
+        result[name]["left"] = own_worker_names()
 
         loader, model = make_loader(batch_size=2, **chosen), Model()
         trainer = make_trainer(directory, **many)
@@ -255,7 +256,7 @@ def main(directory):
     fabric.launch()
     loader = fabric.setup_dataloaders(make_loader(shuffle=True, seed=1))
     result["fabric"] = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
-    names = {thread.name for _ in loader for thread in threading.enumerate()}
+    names = {name for _ in loader for name in own_worker_names()}
     result["fabric names"] = sorted(names)
     result["fabric sampler"] = isinstance(loader.sampler, DistributedSampler)
 
@@ -314,11 +315,10 @@ def test_two_processes_share_the_samples(ranks, name):
 
 @on_two_processes
 @pytest.mark.parametrize("name", ["theirs", "ours"])
-def test_two_processes_load_with_threads(ranks, name):
-    """Two processes load with threads that end."""
+def test_two_processes_load_with_children(ranks, name):
+    """Two processes load with child processes that end."""
     for rank in ranks:
-        assert "spdl_torch-preprocess-1" in rank[name]["names"]
-        assert rank[name]["num_children"] == 0
+        assert "spdl_torch-0" in rank[name]["names"]
         assert rank[name]["left"] == []
 
 
@@ -344,7 +344,7 @@ def test_fabric_deals_out_each_sample_once(ranks):
     assert ranks[0]["fabric"][0] != ranks[0]["fabric"][1]
     for rank in ranks:
         assert rank["fabric sampler"]
-        assert "spdl_torch-preprocess-1" in rank["fabric names"]
+        assert "spdl_torch-0" in rank["fabric names"]
 
 
 @on_two_processes

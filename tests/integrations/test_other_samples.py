@@ -15,6 +15,8 @@ from spdl_torch import DataLoader
 from tests.integrations import quick
 from tests.tiers import sampled
 
+pytestmark = pytest.mark.children
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
@@ -43,12 +45,16 @@ def arrays(tmp_path_factory):
     ("kind", "file"),
     [("Mapped", "samples.npy"), ("Hdf5", "samples.h5"), ("Hdf5Chunks", "samples.h5")],
 )
-@pytest.mark.parametrize("worker_method", sampled(["thread", "multiprocessing"], 2))
-def test_workers_read_a_file_of_arrays(arrays, kind, file, worker_method):
+@pytest.mark.parametrize(
+    "arguments",
+    sampled([{}, {"num_processes": 0}, {"worker_method": "multiprocessing"}], 3),
+    ids=str,
+)
+def test_workers_read_a_file_of_arrays(arrays, kind, file, arguments):
     """Several workers read a file of arrays."""
     dataset = getattr(example("hdf5_and_memmap"), kind)(arrays / file)
     expected = example("hdf5_and_memmap").Mapped(arrays / "samples.npy")
-    loader = DataLoader(dataset, batch_size=100, num_workers=2, worker_method=worker_method)
+    loader = DataLoader(dataset, batch_size=100, num_workers=2, **arguments)
     got = torch.cat(list(loader))
     assert torch.equal(got, torch.from_numpy(expected.array.copy()))
 

@@ -19,6 +19,7 @@ import torch
 
 from spdl_torch import DataLoader, RetryLoad, StagedDataset
 from tests.integrations import quick
+from tests.tiers import sampled
 
 obstore = pytest.importorskip("obstore")
 if importlib.util.find_spec("moto") is None:  # It takes seconds to import.
@@ -212,14 +213,20 @@ def loader_of(dataset, **arguments):
     return DataLoader(dataset, batch_size=16, shuffle=True, num_workers=2, **arguments)
 
 
+# The client has threads of its own, which a fork would not copy.
+PLACES = [{"num_processes": 0}, {"num_processes": 1, "multiprocessing_context": "spawn"}]
+
+
 @quick
-def test_dropped_requests_are_retried(network):
+@pytest.mark.parametrize("place", sampled(PLACES, 2), ids=str)
+def test_dropped_requests_are_retried(network, place):
     """A request that the network drops is sent again; each object comes once and intact."""
     network.reset(has_faults=True)
     loader = loader_of(
         Objects(store_at(network.port)),
         num_io_workers=NUM_REQUESTS,
         on_error=RetryLoad(attempts=8, backoff=0.01, exceptions=(GenericError,)),
+        **place,
     )
     got = torch.cat(list(loader))
     assert sorted(got.tolist()) == list(range(NUM_OBJECTS))

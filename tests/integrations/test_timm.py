@@ -14,12 +14,14 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from spdl_torch import DataLoader
-from tests.conftest import own_thread_names
+from tests.conftest import own_worker_names
 from tests.integrations import quick
 
 SIZE = 20
 
-pytestmark = [  # timm leaves it to the garbage collector to close files.
+pytestmark = [
+    pytest.mark.children,
+    # timm leaves it to the garbage collector to close files.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -86,7 +88,7 @@ def test_prefetcher_takes_our_loader(timm, photos):
     for images, labels in prefetching:
         found.append((images, labels))
         if len(found) == 1:
-            assert "spdl_torch-preprocess-1" in own_thread_names()
+            assert "spdl_torch-1" in own_worker_names()
     assert len(found) == len(prefetching) == SIZE // 4
     for (images, labels), (their_images, their_labels) in zip(found, expected, strict=True):
         assert images.dtype == torch.float32
@@ -121,7 +123,7 @@ def test_training_with_mixup_and_augmentation(timm, photos):
             is_mixed = bool((targets.max(dim=1).values < 0.9).any())
             assert not (is_mixed and epoch == 1)
         assert loss.isfinite()
-    assert own_thread_names() == []
+    assert own_worker_names() == []
 
 
 def test_set_epoch_reaches_timms_sampler(timm, photos):
@@ -229,4 +231,4 @@ def test_torchvisions_reference_training_runs(photos):
         assert logger.meters["samples"] == [4, 4, 2]
         assert logger.lines == [f"Epoch: [{epoch}] [0/3]", f"Epoch: [{epoch}] [2/3]"]
         evaluate(model, criterion, data_loader_test, "cpu")
-    assert own_thread_names() == []
+    assert own_worker_names() == []

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from spdl_torch import DataLoader, DistributedRandomSampler
-from tests.conftest import own_thread_names
+from tests.conftest import own_worker_names
 from tests.integrations import quick, run_on_two_processes, write_result
 
 transformers = pytest.importorskip("transformers")
@@ -31,13 +31,14 @@ from transformers import (  # noqa: E402
 from spdl_torch.integrations.transformers import SpdlTrainerMixin  # noqa: E402
 
 pytestmark = [
+    pytest.mark.children,
     pytest.mark.filterwarnings("default"),  # Those of transformers are not ours to mend.
     pytest.mark.timeout(300),  # It takes long to import.
 ]
 
 
 class Texts(Dataset):
-    """Each made of one word, over and over; keeps which were read, and where."""
+    """Each made of one word, over and over; keeps which were read in this process, and where."""
 
     def __init__(self, size=20):
         self.size = size
@@ -67,9 +68,11 @@ class MyTrainer(SpdlTrainerMixin, Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches = []
+        self.workers = set()
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.batches.append(inputs["input_ids"][:, 0].tolist())
+        self.workers |= set(own_worker_names())
         return super().training_step(model, inputs, *args, **kwargs)
 
 
@@ -114,21 +117,23 @@ def flat(batches):
 
 
 @quick
-def test_threads_load_for_the_trainer(tmp_path):
-    """Worker threads load for training, evaluation and prediction."""
-    trainer = make_trainer(tmp_path)
+@pytest.mark.parametrize("num_processes", [None, 0])
+def test_workers_load_for_the_trainer(tmp_path, num_processes):
+    """Our workers load for training, evaluation and prediction."""
+    trainer = make_trainer(tmp_path, loader_arguments={"num_processes": num_processes})
     trainer.train()
     assert Counter(flat(trainer.batches[:10])) == Counter(range(20))
     assert Counter(flat(trainer.batches[10:])) == Counter(range(20))
     assert "eval_loss" in trainer.evaluate()
     texts = Texts(6)
     assert trainer.predict(texts).predictions.shape == (6, 2)
+    threads = {f"spdl_torch-preprocess-{number}" for number in range(2)}
     for dataset in (trainer.train_dataset, trainer.eval_dataset, texts):
-        assert dataset.readers <= {
-            (os.getpid(), f"spdl_torch-preprocess-{number}") for number in range(2)
-        }
-        assert dataset.readers
-    assert own_thread_names() == []
+        assert {name for _, name in dataset.readers} <= threads
+        assert (dataset.readers != set()) == (num_processes == 0)
+    children = {"spdl_torch-0", "spdl_torch-1"}
+    assert (threads if num_processes == 0 else children) <= trainer.workers
+    assert own_worker_names() == []
 
 
 @pytest.mark.parametrize("loader", ["train", "eval", "test"])
@@ -174,14 +179,15 @@ def test_training_equals_torchs_loader(tmp_path):
     assert torch.equal(parameters(trainers[0]), parameters(trainers[1]))
 
 
+@pytest.mark.parametrize("num_processes", [None, 0])
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("seedable", [True, False])
-def test_resume_within_an_epoch(tmp_path, accumulated, seedable):
+def test_resume_within_an_epoch(tmp_path, accumulated, seedable, num_processes):
     """A training resumes from a checkpoint in the middle of an epoch."""
     arguments = {
         "accelerator_config": {"use_seedable_sampler": seedable},
         "gradient_accumulation_steps": accumulated,
-        "loader_arguments": {"seed": 1},
+        "loader_arguments": {"seed": 1, "num_processes": num_processes},
         "save_steps": 3,
         "save_strategy": "steps",
     }
@@ -191,12 +197,13 @@ def test_resume_within_an_epoch(tmp_path, accumulated, seedable):
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert second.batches == first.batches[3 * accumulated :]
     assert torch.equal(parameters(first), parameters(second))
-    # What was trained on before is not read again, and threads read the rest.
-    assert sorted(second.train_dataset.reads) == sorted(flat(second.batches))
-    assert {name for _, name in second.train_dataset.readers} <= {
-        f"spdl_torch-preprocess-{number}" for number in range(2)
-    }
-    assert own_thread_names() == []
+    if num_processes == 0:
+        # What was trained on before is not read again, and threads read the rest.
+        assert sorted(second.train_dataset.reads) == sorted(flat(second.batches))
+        assert {name for _, name in second.train_dataset.readers} <= {
+            f"spdl_torch-preprocess-{number}" for number in range(2)
+        }
+    assert own_worker_names() == []
 
 
 def test_resume_an_iterable_dataset(tmp_path):
@@ -242,8 +249,7 @@ def main(directory):
     result = {
         "batches": first.batches,
         "after": second.batches,
-        "names": sorted({name for _, name in second.train_dataset.readers}),
-        "processes": len({pid for pid, _ in second.train_dataset.readers}),
+        "workers": sorted(second.workers),
         "num_predictions": len(second.predict(Texts(7)).predictions),
     }
     try:
@@ -270,9 +276,7 @@ def test_two_processes_resume(ranks):
     """Two processes resume from a checkpoint."""
     for rank in ranks:
         assert rank["after"] == rank["batches"][3:]
-        assert rank["names"]
-        assert all(name.startswith("spdl_torch-preprocess-") for name in rank["names"])
-        assert rank["processes"] == 1
+        assert {"spdl_torch-0", "spdl_torch-1"} <= set(rank["workers"])
 
 
 def test_two_processes_predict_each_sample_once(ranks):

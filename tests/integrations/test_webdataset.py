@@ -16,7 +16,9 @@ wds = pytest.importorskip("webdataset")
 NUM_SHARDS, SHARD_SIZE = 4, 25
 SIZE = NUM_SHARDS * SHARD_SIZE
 
-pytestmark = [  # WebDataset leaves it to the garbage collector to close files.
+pytestmark = [
+    pytest.mark.children,
+    # WebDataset leaves it to the garbage collector to close files.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.random  # NumPy would import it in each child.
 
 Replacements = list[tuple[Any, Any]]
 """Objects that modules have under some name, and what replaces them."""
@@ -55,18 +56,40 @@ def redirect_random_and_numpy(
     return [*replacements, (legacy, follower)]
 
 
-def replace_names(replacements: Replacements) -> None:
-    """Replace objects in the modules of the user and in those that offer them.
+Names = list[tuple[dict[str, Any], str]]
+"""Namespaces of modules, and a name in each."""
+
+
+def drawing_methods() -> list[Any]:
+    """Return what `redirect_random_and_numpy` is going to replace."""
+    legacy = np.random.mtrand._rand
+    of_random = _methods_of(_shared_random(), random)
+    return [*of_random.values(), *_methods_of(legacy, np.random).values(), legacy]
+
+
+def find_names(originals: Iterable[Any]) -> Names:
+    """Find objects in the modules of the user and in those that offer them.
 
     Code such as `from random import random` has the object itself. The modules that are installed
     are too many to look at: what they import in this way keeps drawing from the process.
     """
+    ids = set(map(id, originals))
+    namespaces = [_namespace_of(module) for module in _modules_of_user()]
+    return [
+        (namespace, name)
+        for namespace in namespaces
+        if not ids.isdisjoint(map(id, namespace.values()))
+        for name, value in list(namespace.items())
+        if id(value) in ids
+    ]
+
+
+def replace_names(names: Names, replacements: Replacements) -> None:
+    """Replace the objects that modules have under these names."""
     replacement_of = {id(original): replacement for original, replacement in replacements}
-    for module in _modules_of_user():
-        namespace = _namespace_of(module)
-        if not replacement_of.keys().isdisjoint(map(id, namespace.values())):
-            for name, value in list(namespace.items()):
-                namespace[name] = replacement_of.get(id(value), value)
+    for namespace, name in names:
+        value = namespace.get(name)
+        namespace[name] = replacement_of.get(id(value), value)
 
 
 def _modules_of_user() -> Iterator[ModuleType]:
@@ -74,13 +97,18 @@ def _modules_of_user() -> Iterator[ModuleType]:
     offering = {"random", "numpy.random", "numpy.random.mtrand", "torch", "torch.nn.functional"}
     offering |= {"torch.nn.init", "torch.utils.data.dataset", "__main__", "__mp_main__"}
     is_installed: dict[str, bool] = {}
-    for name, module in list(sys.modules.items()):
-        # Thousands of modules are installed: only their packages are looked at.
+    for name in list(sys.modules):
+        # Thousands of modules are installed: only their packages are looked at. A forked child
+        # would copy the memory of each one that it looks at.
         package = name.partition(".")[0]
         if package not in is_installed:
-            is_installed[package] = _is_installed(package, sys.modules.get(package, module))
-        if (name in offering or not is_installed[package]) and isinstance(module, ModuleType):
-            yield module
+            is_installed[package] = _is_installed(
+                package, sys.modules.get(package, sys.modules.get(name))
+            )
+        if name in offering or not is_installed[package]:
+            module = sys.modules.get(name)
+            if isinstance(module, ModuleType):
+                yield module
 
 
 def _is_installed(package: str, module: Any) -> bool:

@@ -22,9 +22,16 @@ import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from ._child_random import is_redirected, redirect_random_and_numpy, replace_names
+from ._child_random import (
+    Names,
+    drawing_methods,
+    find_names,
+    is_redirected,
+    redirect_random_and_numpy,
+    replace_names,
+)
 from ._permutation import key_of
-from ._torch_patches import redirect_random, redirect_seeding, redirect_torch
+from ._torch_patches import DROPOUT, redirect_random, redirect_seeding, redirect_torch
 
 Key = tuple[int, ...]
 
@@ -355,22 +362,32 @@ def _torch_generator_to_ask() -> torch.Generator | None:
 # -- code that draws in a worker process ----------------------------------------------------------
 
 
-def redirect_draws() -> None:
+def find_drawing_names() -> Names:
+    """Find where the user's modules have functions that draw.
+
+    Call it before a process is forked: a forked process would copy all memory that it looks at.
+    """
+    return find_names([*_DRAWING, *DROPOUT, *drawing_methods()])
+
+
+def redirect_draws(names: Names | None = None) -> None:
     """Let all code of this process that draws draw from the current RNG, if there is one.
 
     This replaces functions of torch, `random` and `numpy.random` for good. Call it when a worker
     process of ours begins, before it has further threads. Outside of a sample, they draw from the
-    generators of the process as before.
+    generators of the process as before. `names` is what `find_drawing_names` has returned.
     """
     if is_redirected():
         return
+    if names is None:
+        names = find_drawing_names()
     redirect_seeding(_current_torch_generator, _torch_generator_to_ask)
     replacements = redirect_torch(_DRAWING, _drawing_from_sample, _current_torch_generator)
     replacements += redirect_random_and_numpy(
         lambda: None if (rng := _current_rng.get()) is None else rng.module_random,
         lambda: None if (rng := _current_rng.get()) is None else rng.module_numpy,
     )
-    replace_names(replacements)
+    replace_names(names, replacements)
 
 
 def _drawing_from_sample(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,7 +113,7 @@ def redirect_torch(
     # A default device is for the functions in this set. It is made when it is first asked for.
     _device._device_constructors()
     wrapped = [(function, wrap(function)) for function in drawing]
-    wrapped += [(function, _dropout_like(function, current_generator)) for function in _DROPOUT]
+    wrapped += [(function, _dropout_like(function, current_generator)) for function in DROPOUT]
     for function, wrapper in wrapped:
         name, is_method = function.__name__, isinstance(function, MethodDescriptorType)
         wraps(function)(wrapper)
@@ -129,7 +129,7 @@ def redirect_torch(
     return wrapped
 
 
-_DROPOUT: Final[tuple[Any, ...]] = (
+DROPOUT: Final[tuple[Any, ...]] = (
     torch.dropout,
     torch.dropout_,
     torch.alpha_dropout,

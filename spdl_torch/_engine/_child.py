@@ -115,6 +115,9 @@ class Program(Protocol):
     def num_workers(self) -> int:
         """How many rows the board of a child has."""
 
+    def prepare_fork(self) -> None:
+        """Prepare what children would do more expensively. Runs in the parent, before a fork."""
+
     def set_up(self, child: int, board: Board) -> Sequence[Stage]:
         """Return the stages of a child, first to last. Runs first in its main thread."""
 

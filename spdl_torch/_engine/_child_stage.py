@@ -128,9 +128,14 @@ class _Child:
     def start(self, context: BaseContext, program: Program) -> None:
         """Start a process, in the place of one that has died if there was one."""
         self.close()
-        connection, end = Connection.pair()
+        self.is_dead = True  # So nothing waits for it yet.
+        self.set_up = SimpleQueue()
         self.board.clear()
-        process = context.Process(  # type: ignore[attr-defined]
+        # Before it starts, so that it can be ended if Ctrl-C comes while it does. Even if its
+        # process id is lost then, it ends when its connection does.
+        connection, end = Connection.pair()
+        self.connection = connection
+        self.process = process = context.Process(  # type: ignore[attr-defined]
             target=run_child,
             args=(end, self.number, program, os.getpid()),
             name=f"spdl_torch-{self.number}",
@@ -139,10 +144,8 @@ class _Child:
         with end:
             connection.send(None, [self.board.descriptor])
             process.start()
-        self.process = process
         self.sentinel = os.pidfd_open(process.pid)
-        self.set_up = SimpleQueue()
-        self.connection, self.is_dead = connection, False
+        self.is_dead = False
 
     def receive(self) -> Iterator[tuple[Any, list[int]]]:
         """Yield the messages that have arrived; raise Closed after the last one."""
@@ -155,7 +158,9 @@ class _Child:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
-            os.close(self.sentinel)
+        sentinel, self.sentinel = self.sentinel, -1
+        if sentinel >= 0:
+            os.close(sentinel)
 
     def end_process(self, grace_seconds: float) -> None:
         """Wait for the process to end, and kill it if it does not."""
@@ -312,6 +317,7 @@ class ChildStage(Stage):
             _logger.warning("%s. Another one makes its %d batches again.", text, num_lost)
             self._host.forget(child.number)
             try:
+                _prepare(self.context, self.program)
                 child.start(self.context, self.program)
             except Exception as error:
                 self._epoch.close(error, "a worker process could not be started again.")
@@ -476,6 +482,11 @@ class ChildStage(Stage):
         return found
 
 
+def _prepare(context: BaseContext, program: Program) -> None:
+    if context.get_start_method() == "fork":
+        program.prepare_fork()
+
+
 class _ChildrenClock:
     """The clocks of all children, as they were when each child last sent them."""
 
@@ -509,6 +520,7 @@ class _Group(WorkerGroup):
         stage = self.stage_ref()
         assert stage is not None
         try:
+            _prepare(stage.context, stage.program)
             for child in self._children:
                 if not self.is_closed:  # By another thread.
                     child.start(stage.context, stage.program)

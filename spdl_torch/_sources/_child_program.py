@@ -12,7 +12,7 @@ from .._bad_samples import BadSample, path_of
 from .._dataset import hooks_of
 from .._engine import Board, ChildBatch, Lifetime, WorkerCursor
 from .._event_loops import EventLoop
-from .._random import redirect_draws
+from .._random import find_drawing_names, redirect_draws
 from .._resume import Bookmark, IterableProgress, MapKeys, Progress
 from .._samples import Draw, SampleMaker
 from .._segments import Parcel, SegmentWriter
@@ -62,6 +62,7 @@ class ChildProgram:
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self._drawing_names: Any = None
         # Only what children need, because it may be pickled.
         self.settings = dataclasses.replace(
             settings,
@@ -86,13 +87,16 @@ class ChildProgram:
             return range(settings.num_workers), range(0)
         return worker_ids(settings, hooks_of(self.dataset, batched=settings.uses_batch_hooks))
 
+    def prepare_fork(self) -> None:
+        self._drawing_names = find_drawing_names()
+
     # -- in the child -----------------------------------------------------------------------------
 
     def set_up(self, child: int, board: Board) -> Sequence[Any]:
         # What the parent has made is not garbage of this process, and pages that a collection
         # does not touch are not copied.
         gc.freeze()
-        redirect_draws()
+        redirect_draws(self._drawing_names)
         self._segments = SegmentWriter()
         cpu_workers, io_workers = self._worker_ids()
         first, *others = [*cpu_workers, *io_workers][child :: self.num_children]

@@ -403,6 +403,44 @@ def test_iterable_batches_come_in_torchs_order(num_processes):
     assert sorted(flat(unordered)) == sorted(itertools.chain(*expected))
 
 
+class WaitsAtZero(Dataset):
+    def __init__(self):
+        self.may_end = multiprocessing.get_context("fork").Event()
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index == 0:
+            self.may_end.wait(PATIENCE_SECONDS)
+        return index
+
+
+class WaitingStream(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.samples = WaitsAtZero()
+        self.may_end = self.samples.may_end
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from map(self.samples.__getitem__, range(info.id, 24, info.num_workers))
+
+
+@pytest.mark.parametrize(("kind", "num_others"), [(WaitsAtZero, 22), (WaitingStream, 16)])
+def test_slow_worker_stalls_no_other(kind, num_others):
+    """With in_order=False, workers go on while another one takes long for a sample.
+
+    What it has been given already, a batch of a map-style dataset, waits with it.
+    """
+    dataset = kind()
+    with DataLoader(dataset, num_workers=3, in_order=False, timeout=10) as loader:
+        iterator = iter(loader)
+        found = [int(next(iterator)) for _ in range(num_others)]
+        assert 0 not in found
+        dataset.may_end.set()
+        assert sorted([*found, *map(int, iterator)]) == list(range(24))
+
+
 def test_persistent_workers_stay():
     """Persistent children live through 20 epochs, of which every other one is broken off."""
     loader = DataLoader(Squares(12), num_workers=2, num_processes=2, persistent_workers=True)

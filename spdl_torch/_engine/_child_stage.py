@@ -30,7 +30,7 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.context import BaseContext
@@ -184,8 +184,9 @@ class _Child:
 class ChildStage(Stage):
     """A first stage whose workers are child processes.
 
-    `by_turn` gives batch k to child k mod the number of children, as torch does; otherwise the
-    child with the fewest batches gets the next one. For an iterable dataset, `first_worker` returns
+    `by_turn` gives batch k to child k mod the number of children, as torch does; otherwise, and
+    without `in_order`, the child with the fewest batches gets the next one, so that one with a slow
+    batch does not get all that may be in flight. For an iterable dataset, `first_worker` returns
     the worker whose turn it is when an epoch begins; worker w lives in child w mod their number.
     """
 
@@ -198,6 +199,7 @@ class ChildStage(Stage):
         *,
         num_workers: int,
         by_turn: bool,
+        in_order: bool,
         first_worker: Callable[[], int] | None = None,
         transfer_stage: Stage | None = None,
         on_death: OnDeath | None = None,
@@ -206,7 +208,8 @@ class ChildStage(Stage):
         self.program = program
         self._host = host
         self._num_workers = num_workers
-        self._by_turn = by_turn
+        self._by_turn = by_turn and in_order
+        self._in_order = in_order
         self._first_worker = first_worker
         self._transfer_stage = transfer_stage
         self._on_death = on_death
@@ -229,17 +232,15 @@ class ChildStage(Stage):
                 self._begin(batch.epoch)
             worker = None
             if self._first_worker is not None:
-                while self._rotation and self._rotation[0] in self._exhausted:
-                    self._rotation.popleft()
-                if not self._rotation:
+                in_work = None if self._in_order else self._children
+                worker = _next_worker(self._rotation, self._exhausted, in_work)
+                if worker is None:
                     return False
-                worker = self._rotation[0]
-                self._rotation.rotate(-1)
                 child = self._children[worker % len(self._children)]
             elif self._by_turn:
                 child = self._children[batch.number % len(self._children)]
             else:
-                child = min(self._children, key=lambda child: len(child.assigned))
+                child = _least_busy(self._children, batch.number)
             child.assigned[batch.number] = batch, worker
             if child.careful:
                 child.held.append(batch.number)
@@ -485,6 +486,30 @@ class ChildStage(Stage):
 def _prepare(context: BaseContext, program: Program) -> None:
     if context.get_start_method() == "fork":
         program.prepare_fork()
+
+
+def _least_busy(children: list[_Child], number: int) -> _Child:
+    """Return the child with the fewest batches; of several, the one whose turn it is."""
+    turn = number % len(children)
+    return min(children[turn:] + children[:turn], key=lambda child: len(child.assigned))
+
+
+def _next_worker(
+    rotation: deque[int], exhausted: set[int], children: list[_Child] | None
+) -> int | None:
+    """Return the worker of an iterable dataset that makes the next batch, if one has any left.
+
+    It is the next in turn; with `children`, that of those with the fewest batches.
+    """
+    for worker in exhausted.intersection(rotation):
+        rotation.remove(worker)
+    if not rotation:
+        return None
+    if children is not None:
+        busy = Counter(worker for child in children for _, worker in child.assigned.values())
+        rotation.rotate(-min(range(len(rotation)), key=lambda place: busy[rotation[place]]))
+    rotation.rotate(-1)
+    return rotation[-1]
 
 
 class _ChildrenClock:

@@ -82,6 +82,7 @@ class ChildrenSource(EngineSource):
             # A dataset that is not known to be thread-safe may have a state, such as an RNG of its
             # own. Then it matters which worker makes which batch.
             by_turn=self._num_children == (settings.num_cpu_workers or settings.num_workers),
+            in_order=settings.in_order,
             first_worker=host.first_worker if is_iterable else None,
             transfer_stage=transfer,
             on_death=host.replace if settings.bad_sample_policy.replaces else None,

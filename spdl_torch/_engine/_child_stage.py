@@ -148,10 +148,11 @@ class _Child:
         self.is_dead = False
 
     def receive(self) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the messages that have arrived; raise Closed after the last one."""
+        """Yield the next message, or all if the process has ended; raise Closed after the last."""
         assert self.connection is not None
         with contextlib.suppress(BlockingIOError):
-            while True:
+            yield self.connection.receive(wait=False)
+            while self.has_ended:
                 yield self.connection.receive(wait=False)
 
     def close(self) -> None:
@@ -538,6 +539,8 @@ class _Group(WorkerGroup):
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wakeup).atexit = False
         self.is_closed = False
+        self._must_register = True
+        """What is waited for may have changed. The receiving thread alone uses this."""
         self.threads = []
         """The receiving thread, made when it starts: one that never starts keeps this alive."""
 
@@ -608,24 +611,37 @@ class _Group(WorkerGroup):
 
     def wait(self) -> list[_Child]:
         """Wait until a child has sent something, or has ended; return those."""
-        poll = select.poll()
-        poll.register(self._wakeup, select.POLLIN)
-        waited_for = [child for child in self._children if child.connection and not child.is_dead]
-        for child in waited_for:
+        if self._must_register:
+            self._register()
+        ready = dict(self._poll.poll())
+        if self._wakeup in ready:
+            os.eventfd_read(self._wakeup)
+        for child in self._waited_for:
+            child.has_ended = child.sentinel in ready
+        found = [
+            child
+            for child in self._waited_for
+            if child.connection and (child.has_ended or child.connection.fileno() in ready)
+        ]
+        # Messages change nothing of what is waited for; all else may.
+        self._must_register = len(found) < len(ready) or any(
+            child.has_ended or ready[child.connection.fileno()] != select.POLLIN
+            for child in found
+            if child.connection
+        )
+        return found
+
+    def _register(self) -> None:
+        self._poll = select.poll()
+        self._poll.register(self._wakeup, select.POLLIN)
+        self._waited_for = [
+            child for child in self._children if child.connection and not child.is_dead
+        ]
+        for child in self._waited_for:
             assert child.connection is not None
             for_room = select.POLLOUT if child.connection.has_unsent else 0
-            poll.register(child.connection, select.POLLIN | for_room)
-            poll.register(child.sentinel, select.POLLIN)
-        ready = {file for file, _ in poll.poll()}
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
-        for child in waited_for:
-            child.has_ended = child.sentinel in ready
-        return [
-            child
-            for child in waited_for
-            if child.connection and {child.connection.fileno(), child.sentinel} & ready
-        ]
+            self._poll.register(child.connection, select.POLLIN | for_room)
+            self._poll.register(child.sentinel, select.POLLIN)
 
     def end_processes(self) -> None:
         """Wait for the children to end, and kill those that do not."""
@@ -646,7 +662,8 @@ def _receive(group: _Group) -> None:
         for child in ready:
             try:
                 assert child.connection is not None
-                child.connection.flush()
+                if child.connection.has_unsent:
+                    child.connection.flush()
                 for message, descriptors in child.receive():
                     stage.receive(child, message, descriptors)
                 if child.has_ended:  # What it sent before has just been received.

@@ -21,13 +21,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from loaders import make_images
+from torch.utils.data import ConcatDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -71,7 +72,7 @@ def contenders(dataset: Any, num_workers: int) -> dict[str, Open]:
     found: dict[str, Open] = {
         "step alone": lambda: [batch] * 1_000_000,
         "same batch": lambda: iter([batch] * 1_000_000),
-        "torch": lambda: endless(torch.utils.data.DataLoader(dataset, **options)),
+        "torch": lambda: torch.utils.data.DataLoader(dataset, **options),
     }
     for num_processes in range(min(2, num_workers) + 1):
         ours = partial(open_ours, dataset, options | {"num_processes": num_processes})
@@ -79,13 +80,8 @@ def contenders(dataset: Any, num_workers: int) -> dict[str, Open]:
     return found
 
 
-def open_ours(dataset: Any, options: dict[str, Any]) -> Iterator[Any]:
-    return endless(spdl_torch.DataLoader(dataset, **options))
-
-
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
+def open_ours(dataset: Any, options: dict[str, Any]) -> Iterable[Any]:
+    return spdl_torch.DataLoader(dataset, **options)
 
 
 def measure(open_batches: Open, num_steps: int) -> tuple[float, float]:
@@ -111,6 +107,9 @@ def measure(open_batches: Open, num_steps: int) -> tuple[float, float]:
 def compare(
     dataset: Any, num_workers: int, num_rounds: int, num_steps: int
 ) -> dict[str, dict[str, float]]:
+    # Within one epoch, so that no figure includes the start of workers.
+    num_needed = BATCH_SIZE * (NUM_WARM_UP + num_steps)
+    dataset = ConcatDataset([dataset] * (num_needed // len(dataset) + 1))
     opened = contenders(dataset, num_workers)
     rounds = [
         {name: measure(open_batches, num_steps) for name, open_batches in opened.items()}

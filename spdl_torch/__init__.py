@@ -17,6 +17,7 @@ from ._verdict import Verdict
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from ._fuse import Fusion
     from ._image import ImageError, ImageLoader
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "DataLoader",
     "DistributedDeterministicSampler",
     "DistributedRandomSampler",
+    "Fusion",
     "Headroom",
     "ImageError",
     "ImageLoader",
@@ -52,10 +54,15 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name not in {"ImageError", "ImageLoader"}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Only those who load images pay for the import of FFmpeg and torchvision.
-    from ._image import ImageError, ImageLoader  # noqa: PLC0415
+    if name in {"ImageError", "ImageLoader"}:
+        from ._image import ImageError, ImageLoader  # noqa: PLC0415
 
-    globals().update(ImageError=ImageError, ImageLoader=ImageLoader)
+        globals().update(ImageError=ImageError, ImageLoader=ImageLoader)
+    elif name == "Fusion":
+        from ._fuse import Fusion  # noqa: PLC0415
+
+        globals().update(Fusion=Fusion)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

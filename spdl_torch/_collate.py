@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.utils.data._utils.collate import (
     collate_tensor_fn,
     default_collate_fn_map,
 )
+
+from ._deferred import DeferredBatch, DeferredImage
 
 
 def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = torch.empty) -> Any:
@@ -27,6 +29,7 @@ def default_collate(samples: list[Any], *, empty: Callable[..., torch.Tensor] = 
         fn_map[int] = _collate_ints
     if fn_map.get(torch.Tensor) is collate_tensor_fn:
         fn_map[torch.Tensor] = partial(_collate_tensors, empty=empty)
+    fn_map.setdefault(DeferredImage, partial(_collate_images, empty=empty))
     return collate(samples, collate_fn_map=fn_map)
 
 
@@ -37,6 +40,7 @@ def collate_in(empty: Callable[..., torch.Tensor]) -> None:
     """
     if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
         default_collate_fn_map[torch.Tensor] = partial(_collate_tensors, empty=empty)
+    default_collate_fn_map[DeferredImage] = partial(_collate_images, empty=empty)
 
 
 def _collate_ints(samples: list[Any], **_: Any) -> torch.Tensor:
@@ -65,3 +69,29 @@ def _collate_tensors(
         return torch.stack(samples, out=empty((len(samples), *first.shape), dtype=first.dtype))
     # As torch's function does in the calling thread. In a worker it asks first which worker it is.
     return torch.stack(samples)
+
+
+def _collate_images(
+    images: Sequence[DeferredImage],
+    *,
+    empty: Callable[..., torch.Tensor],
+    collate_fn_map: Any = None,
+) -> Any:
+    """Collate images as torch's function collates tensors: `collate_fn_map` has that function."""
+    with torch.DisableTorchFunction():
+        tail, shapes = (
+            images[0].tail,
+            {None if image.pixels is None else image.pixels.shape for image in images},
+        )
+        (shape,) = shapes if len(shapes) == 1 else (None,)
+        if shape is None or any(image.tail != tail for image in images):
+            return collate([image.result() for image in images], collate_fn_map=collate_fn_map)
+        if tail.is_on_device:
+            batch = empty((len(images), *shape), dtype=torch.uint8)
+            torch.stack([image.pixels for image in images if image.pixels is not None], out=batch)
+            return DeferredBatch(tail.arithmetic, batch)
+        batch = empty((len(images), *shape), dtype=tail.arithmetic.dtype)
+        for image, part in zip(images, batch, strict=True):
+            assert image.pixels is not None
+            tail.arithmetic.write(image.pixels, part)
+        return batch

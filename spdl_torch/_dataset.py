@@ -226,10 +226,15 @@ def _is_image_folder(dataset: Any) -> bool:
     image = sys.modules.get(f"{__package__}._image")
     if folder is None or image is None:  # Then no such object can exist.
         return False
+    if getattr(
+        type(dataset), "__getitem__", None
+    ) is not folder.DatasetFolder.__getitem__ or getattr(dataset, "__getitems__", None):
+        return False
+    fuse = sys.modules.get(f"{__package__}._fuse")
+    if fuse is not None and type(dataset.loader) is fuse.FusedLoader:
+        return True
     return (
-        getattr(type(dataset), "__getitem__", None) is folder.DatasetFolder.__getitem__
-        and not getattr(dataset, "__getitems__", None)
-        and isinstance(dataset.loader, image.ImageLoader)
+        isinstance(dataset.loader, image.ImageLoader)
         and type(dataset.loader).__call__ is image.ImageLoader.__call__
     )
 

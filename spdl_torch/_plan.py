@@ -9,10 +9,13 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ._settings import LoaderSettings
 from ._thread_safe import why_not_thread_safe
+
+if TYPE_CHECKING:
+    from ._fuse import Fusion
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,22 @@ class Plan:
     """What may be better, if anything."""
     is_fallback: bool = False
     """The workers would live in child processes if the dataset could be pickled."""
+    fusions: tuple[Fusion, ...] = ()
+    """What `fuse` does with each dataset that the loader's dataset consists of."""
+
+    def pixel_difference(self, num_samples: int = 16) -> float:
+        """Return by how much `fuse` changes the pixels: the mean difference, in levels of 255.
+
+        Some images are decoded in both ways, with the same random numbers. 0.0 if decoding is not
+        fused. Transforms that it does not know are called too, so they should be deterministic or
+        draw from torch.
+        """
+        return _mean([fusion.pixel_difference(num_samples) for fusion in self.fusions])
 
     def __str__(self) -> str:
+        return "\n".join([self._where(), *dict.fromkeys(map(str, self.fusions))])
+
+    def _where(self) -> str:
         if self.num_workers == 0:
             return "Batches are made in the calling thread, because num_workers is 0."
         threads = _count(self.num_workers, "worker thread")
@@ -54,6 +71,10 @@ class Plan:
 def _count(number: int, what: str) -> str:
     plural = "" if number == 1 else "es" if what.endswith("s") else "s"
     return f"{number} {what}{plural}"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def plan_of(settings: LoaderSettings) -> Plan:

@@ -47,6 +47,8 @@ class LoaderSettings:
     buffer_size: int | None
     preprocess_executor: Executor | None
     copy_dataset: bool
+    fuse: Any
+    """False, True or "exact"."""
     seed: int | None
     snapshot_every_n_steps: int | None
     stats_interval: float | None
@@ -147,10 +149,15 @@ def check_arguments(
         count = getattr(loader, name)
         if not isinstance(count, int | None):
             raise TypeError(f"{name} must be an int, got {count!r}. Leave it out for the default.")
-        if count is not None and count < 1:
+        least = 0 if name == "snapshot_every_n_steps" else 1
+        if count is not None and count < least:
             raise ValueError(
-                f"{name} must be at least 1, got {count}. Leave it out for the default."
+                f"{name} must be at least {least}, got {count}. Leave it out for the default."
             )
+    if loader.fuse not in (False, True, "exact"):
+        raise ValueError(
+            f'fuse must be True, False or "exact", got {loader.fuse!r}. "exact" changes no pixel.'
+        )
     interval = loader.stats_interval
     if interval is not None and not (isinstance(interval, int | float) and interval > 0):
         raise ValueError(

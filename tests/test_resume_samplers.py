@@ -406,13 +406,51 @@ def test_steps_between_snapshots_are_replayed(num_batches):
 def test_snapshots_are_as_rare_as_asked():
     """An iterable dataset is asked for its state after every n-th batch of a worker."""
     num_asked = []
-    for every in (1, 10):
+    for every in (1, 10, 0, None):
         Counting.asked.clear()
         options = {"num_workers": 1, "snapshot_every_n_steps": every}
         assert len(list(DataLoader(Counting(), batch_size=2, **options))) == 30
         num_asked.append(len(Counting.asked))
     assert num_asked[0] >= 30
     assert num_asked[1] <= 6
+    assert max(num_asked[2:]) <= 3
+
+
+@pytest.mark.parametrize("num_batches", [4, 5, 7])
+def test_resumed_state_is_that_of_one_run(num_batches):
+    """A state does not tell whether the run was interrupted before: snapshots are due as before."""
+    options = {"batch_size": 3, "num_workers": 1, "snapshot_every_n_steps": 5}
+    loader, other = (DataLoader(Counting(), seed=4, **options) for _ in range(2))
+    iterator = iter(loader)
+    list(islice(iterator, num_batches))
+    other.load_state_dict(loader.state_dict())
+    resumed = iter(other)
+    for _ in range(4):
+        next(iterator), next(resumed)
+        assert other.state_dict() == loader.state_dict()
+
+
+class RestoresTorch(Counting):
+    """Keeps the state of torch's RNG in its own."""
+
+    def state_dict(self):
+        return {"number": self.number, "rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+        torch.set_rng_state(state["rng"])
+
+
+def test_dataset_may_restore_torchs_rng():
+    """What load_state_dict of a dataset does to torch's RNG in the calling thread stays."""
+    loader, other = (DataLoader(RestoresTorch(), batch_size=3) for _ in range(2))
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    expected = next(iterator)[1]
+    other.load_state_dict(state)
+    torch.manual_seed(123)
+    assert torch.equal(next(iter(other))[1], expected)
 
 
 class Backwards(Sampler):

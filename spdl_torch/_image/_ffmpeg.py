@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from av import CodecContext, FFmpegError, Packet, VideoCodecContext, VideoFrame
 from av.video.plane import VideoPlane
-from av.video.reformatter import Interpolation, VideoReformatter
+from av.video.reformatter import Interpolation as Flags
+from av.video.reformatter import VideoReformatter
 
 from ._file import ImageError, ImageFile
 from ._geometry import Box, Grid, Orientation, Pixels, Plan, Size, in_words
 
 Mode: TypeAlias = Literal["RGB", "L", "unchanged"]
+Resampling: TypeAlias = Literal["bilinear", "bicubic"]
 
 
 class ThreadTools(threading.local):
@@ -62,12 +64,20 @@ class ThreadTools(threading.local):
             self._jpeg_decoders[key] = decoder
         return frames[0]
 
-    def resized(self, frame: VideoFrame, box: Box | None, size: Size, output: Output) -> VideoFrame:
+    def resized(
+        self,
+        frame: VideoFrame,
+        box: Box | None,
+        size: Size,
+        output: Output,
+        interpolation: Resampling,
+    ) -> VideoFrame:
         """Return a part of a frame, resized, in the pixel format of the output."""
+        flags = _FILTERS[interpolation] | _ACCURATE
         try:
             part = self._part(frame, box, size, output)
             return self._scaler.reformat(
-                part, size[1], size[0], output.format_name, interpolation=_ACCURATE, threads=1
+                part, size[1], size[0], output.format_name, interpolation=flags, threads=1
             )
         except FFmpegError as error:
             stored = in_words((frame.height, frame.width))
@@ -101,17 +111,13 @@ class ThreadTools(threading.local):
 
     def _converted(self, frame: VideoFrame, format_name: str) -> VideoFrame:
         return self._converter.reformat(
-            frame, format=format_name, interpolation=Interpolation.BILINEAR, threads=1
+            frame, format=format_name, interpolation=Flags.BILINEAR, threads=1
         )
 
 
-_ACCURATE = (
-    Interpolation.BILINEAR
-    # Without these, images with subsampled chroma may be off by several levels.
-    | Interpolation.ACCURATE_RND
-    | Interpolation.FULL_CHR_H_INT
-    | Interpolation.FULL_CHR_H_INP
-)
+_FILTERS = {"bilinear": Flags.BILINEAR, "bicubic": Flags.BICUBIC}
+_ACCURATE = Flags.ACCURATE_RND | Flags.FULL_CHR_H_INT | Flags.FULL_CHR_H_INP
+"""Without these, images with subsampled chroma may be off by several levels."""
 
 _MAX_BYTES = 2**31 - 1024
 """FFmpeg counts the bytes of a packet in an int."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -158,11 +159,12 @@ def random_box(
     torchvision's own takes several times as long, which is noticeable beside decoding.
     """
     height, width = size
-    log_ratio = math.log(ratio[0]), math.log(ratio[1])
+    least_log, largest_log = _log_ratio(ratio)
+    number = torch.empty(1)
     for _ in range(10):
-        share, position = torch.rand(2, generator=generator).tolist()
-        area = height * width * (scale[0] + share * (scale[1] - scale[0]))
-        aspect = math.exp(log_ratio[0] + position * (log_ratio[1] - log_ratio[0]))
+        # In float32, as torchvision: otherwise a box would now and then differ by a pixel.
+        area = height * width * number.uniform_(*scale, generator=generator).item()
+        aspect = number.uniform_(least_log, largest_log, generator=generator).exp_().item()
         box_width = round(math.sqrt(area * aspect))
         box_height = round(math.sqrt(area / aspect))
         if 0 < box_width <= width and 0 < box_height <= height:
@@ -173,6 +175,12 @@ def random_box(
     box_width = min(width, round(height * ratio[1]))
     box_height = min(height, round(width / ratio[0]))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+@lru_cache(maxsize=64)
+def _log_ratio(ratio: tuple[float, float]) -> tuple[float, float]:
+    least, largest = torch.log(torch.tensor(ratio)).tolist()
+    return least, largest
 
 
 def in_words(size: Size) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import gt
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torchvision.tv_tensors import Image
 
-from ._ffmpeg import Mode, ThreadTools, output_of, pixels_of
+from ._ffmpeg import Mode, Resampling, ThreadTools, output_of, pixels_of
 from ._file import ImageError, parsed
-from ._geometry import Orientation, Plan, center_box, in_words, random_box, resized
+from ._geometry import Orientation, Plan, Size, center_box, in_words, random_box, resized
 
 if TYPE_CHECKING:
     Encoded = bytes | bytearray | memoryview | torch.Tensor
@@ -51,6 +52,7 @@ class ImageLoader:
         scale: For `crop="random"`: the smallest and the largest share of the image's area.
         ratio: For `crop="random"`: the smallest and the largest ratio of width to height.
         horizontal_flip: Probability of a horizontal flip.
+        interpolation: How to resize: `"bilinear"` or `"bicubic"`, both antialiased.
         mode: `"RGB"` or `"L"` without alpha. `"unchanged"` returns one channel for grey images,
             three for colour, and one more for alpha.
         apply_exif_orientation: Turn the image as its EXIF entry says. A TIFF is always turned.
@@ -71,6 +73,7 @@ class ImageLoader:
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         horizontal_flip: float = 0.0,
+        interpolation: Resampling = "bilinear",
         mode: Mode = "RGB",
         apply_exif_orientation: bool = False,
         reducing_gap: float | None = 3.0,
@@ -81,6 +84,7 @@ class ImageLoader:
         self.scale = _checked_range("scale", scale)
         self.ratio = _checked_range("ratio", ratio)
         self.horizontal_flip = horizontal_flip
+        self.interpolation = interpolation
         self.mode = mode
         self.apply_exif_orientation = apply_exif_orientation
         self.reducing_gap = reducing_gap
@@ -90,6 +94,10 @@ class ImageLoader:
     def _check(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f'mode must be "RGB", "L" or "unchanged", got {self.mode!r}.')
+        if self.interpolation not in get_args(Resampling):
+            raise ValueError(
+                f'interpolation must be "bilinear" or "bicubic", got {self.interpolation!r}.'
+            )
         if not 0 <= self.horizontal_flip <= 1:
             raise ValueError(
                 "horizontal_flip is a probability between 0 and 1, got "
@@ -140,41 +148,24 @@ class ImageLoader:
 
     def decode(self, data: Encoded, path: Path | None = None) -> Image:
         """CPU: return the image in the bytes of a file. `path` is for the error message."""
+        draws = self.crop == "random" or self.horizontal_flip > 0
         try:
-            # The torch function mode of a worker thread costs more than the draws themselves. With
-            # the sample's generator at hand it is not needed.
-            draws = self.crop == "random" or self.horizontal_flip > 0
-            generator = torch.thread_safe_generator() if draws else None
-            with _NO_MODE() if generator is not None else _nothing:
-                pixels = self._pixels(_as_bytes(data), generator)
+            pixels = decoded(data, self.decoding, self._plan, draws=draws)
         except ImageError as error:
             name = "image" if path is None else os.fspath(path)
             raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
         return pixels.as_subclass(Image)
 
-    def _pixels(self, data: bytes, generator: torch.Generator | None) -> torch.Tensor:
-        file = parsed(data, self.max_pixels)
-        orientation = _AS_STORED
-        if self.apply_exif_orientation or file.codec == "tiff":
-            # PIL always turns a TIFF, whose orientation is a tag of the format and not of EXIF.
-            orientation = Orientation.of_exif(file.exif_orientation)
-        plan, reduction, num_rows = None, 0, None
-        if file.can_be_reduced and file.size is not None and self.reducing_gap is not None:
-            # Only a plan made before decoding can leave out what is not needed.
-            plan = self._plan(orientation.seen_size(file.size), generator)
-            reduction = plan.reduction(self.reducing_gap)
-            if plan.box is not None:
-                top, _, height, _ = orientation.stored_box(plan.box, plan.seen_size)
-                num_rows = min(file.size[0], top + height + _MARGIN_ROWS)
-        frame = _tools.decode(file, reduction, num_rows, self.max_pixels)
-        size = frame.height, frame.width
-        plan = plan or self._plan(orientation.seen_size(size), generator)
-        output = output_of(frame, self.mode, file)
-        box = plan.box
-        if box is not None:
-            box = orientation.stored_box(box, plan.seen_size).reduced(reduction, size)
-        frame = _tools.resized(frame, box, orientation.seen_size(plan.size), output)
-        return pixels_of(frame, output, orientation, plan)
+    @property
+    def decoding(self) -> Decoding:
+        """The arguments that are not geometry."""
+        return Decoding(
+            self.mode,
+            self.interpolation,
+            self.apply_exif_orientation,
+            self.reducing_gap,
+            self.max_pixels,
+        )
 
     def _plan(self, seen_size: tuple[int, int], generator: torch.Generator | None) -> Plan:
         """Return the steps for an image of this size. Draws the random numbers."""
@@ -198,6 +189,62 @@ class ImageLoader:
             and torch.rand(1, generator=generator).item() < self.horizontal_flip
         )
         return Plan(seen_size, box, size, center, is_mirrored)
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+class Decoding(NamedTuple):
+    """How to decode an image: the arguments of `ImageLoader` that are not geometry."""
+
+    mode: Mode = "RGB"
+    interpolation: Resampling = "bilinear"
+    apply_exif_orientation: bool = False
+    reducing_gap: float | None = 3.0
+    max_pixels: int | None = _MAX_PIXELS
+
+
+MakePlan = Callable[[Size, torch.Generator | None], Plan]
+"""Returns the plan for an image of a size. Draws the random numbers, from the generator if any."""
+
+
+def decoded(data: Encoded, decoding: Decoding, make_plan: MakePlan, *, draws: bool) -> torch.Tensor:
+    """Return the image in the bytes of a file, uint8, C×H×W. `draws`: the plan is random."""
+    # The torch function mode of a worker thread costs more than the draws themselves. With the
+    # sample's generator at hand it is not needed.
+    generator = torch.thread_safe_generator() if draws else None
+    with _NO_MODE() if generator is not None else _nothing:
+        return _pixels(_as_bytes(data), decoding, partial(_planned, make_plan, generator))
+
+
+def _planned(make_plan: MakePlan, generator: torch.Generator | None, size: Size) -> Plan:
+    return make_plan(size, generator)
+
+
+def _pixels(data: bytes, decoding: Decoding, make_plan: Callable[[Size], Plan]) -> torch.Tensor:
+    mode, interpolation, apply_exif_orientation, reducing_gap, max_pixels = decoding
+    file = parsed(data, max_pixels)
+    orientation = _AS_STORED
+    if apply_exif_orientation or file.codec == "tiff":
+        # PIL always turns a TIFF, whose orientation is a tag of the format and not of EXIF.
+        orientation = Orientation.of_exif(file.exif_orientation)
+    plan, reduction, num_rows = None, 0, None
+    if file.can_be_reduced and file.size is not None and reducing_gap is not None:
+        # Only a plan made before decoding can leave out what is not needed.
+        plan = make_plan(orientation.seen_size(file.size))
+        reduction = plan.reduction(reducing_gap)
+        if plan.box is not None:
+            top, _, height, _ = orientation.stored_box(plan.box, plan.seen_size)
+            num_rows = min(file.size[0], top + height + _MARGIN_ROWS)
+    frame = _tools.decode(file, reduction, num_rows, max_pixels)
+    size = frame.height, frame.width
+    plan = plan or make_plan(orientation.seen_size(size))
+    output = output_of(frame, mode, file)
+    box = plan.box
+    if box is not None:
+        box = orientation.stored_box(box, plan.seen_size).reduced(reduction, size)
+    frame = _tools.resized(frame, box, orientation.seen_size(plan.size), output, interpolation)
+    return pixels_of(frame, output, orientation, plan)
 
 
 # -- arguments -------------------------------------------------------------------------------------

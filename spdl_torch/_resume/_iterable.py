@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,12 +80,23 @@ class IterableProgress(EpochProgress):
         """Return the key of the random numbers of a worker's sample."""
         return self.base_seed, self.epoch, worker_id, number
 
-    def open(self, dataset: Any, worker_id: int, count: SampleCount) -> Reader:
-        """Return a reader for one worker, which resumes where that worker was."""
+    def open(
+        self,
+        dataset: Any,
+        worker_id: int,
+        count: SampleCount,
+        replay_context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> Reader:
+        """Return a reader for one worker, which resumes where that worker was.
+
+        `replay_context` is for what was done before the state was saved and is done again.
+        """
         self.has_drawn = True
         bookmark = self._bookmarks.get(worker_id) if self._is_restored else None
         assert not isinstance(bookmark, Reader)
-        reader = Reader(dataset, bookmark or Bookmark(worker_id), count, self._settings)
+        reader = Reader(
+            dataset, bookmark or Bookmark(worker_id), count, self._settings, replay_context
+        )
         if self._settings.num_workers == 0 and reader.knows_place_at_first:
             self._bookmarks[0] = reader
         return reader
@@ -192,7 +205,12 @@ class Reader:
     """
 
     def __init__(
-        self, dataset: Any, bookmark: Bookmark, count: SampleCount, settings: LoaderSettings
+        self,
+        dataset: Any,
+        bookmark: Bookmark,
+        count: SampleCount,
+        settings: LoaderSettings,
+        replay_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Open the dataset at the bookmark of a worker."""
         self.is_over = False
@@ -210,7 +228,9 @@ class Reader:
         if saved.dataset is not None:
             dataset.load_state_dict(saved.dataset)
             count.may_be_at_end = saved.is_over or saved.has_ended
-        self._iterator: Any = iter(dataset)
+        # The dataset's own load_state_dict is outside: it may restore torch's RNG.
+        with replay_context():
+            self._iterator: Any = iter(dataset)
         is_own_iterator = self._iterator is dataset
         if saved.is_over:
             # A dataset that is its own iterator has no state before it is iterated.
@@ -222,17 +242,22 @@ class Reader:
             self._iterator.load_state_dict(saved.iterator)
         num_since = saved.num_samples if saved.must_be_read_again else saved.num_since or 0
         count.number = saved.num_samples - num_since
-        for _ in range(num_since):
-            # What could not be read has been reported, and an ended dataset stays at its end.
-            with contextlib.suppress(Exception):
-                self._next()
+        with replay_context():
+            for _ in range(num_since):
+                # What could not be read has been reported, and an ended dataset stays at its end.
+                with contextlib.suppress(Exception):
+                    self._next()
         count.number = saved.num_samples
         self._had_ended = self._has_ended = saved.has_ended
         self.is_stateful = is_stateful(dataset) or is_stateful(self._iterator)
-        self._snapshot_every_n_steps = settings.snapshot_every_n_steps or 1
+        self._snapshot_every_n_steps = settings.snapshot_every_n_steps or math.inf
         self._last: Bookmark | None = None
         """The last bookmark with states."""
-        self._num_steps = 0
+        # Snapshots are due after the same steps as in a run that was not interrupted.
+        self._num_steps = math.ceil(saved.num_samples / (settings.batch_size or 1))
+        if saved.num_samples and not saved.must_be_read_again:
+            at_snapshot = saved.num_samples - num_since
+            self._last = replace(bookmark, num_samples=at_snapshot, num_since=None)
 
     def draw(self, drawn: Any) -> Any:
         """Return the samples of the next batch, or the next sample; StopIteration at the end."""

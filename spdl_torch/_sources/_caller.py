@@ -75,9 +75,9 @@ class CallerSource(BatchSource):
             key = partial(progress.sample_key, 0)
             self._rng = SampleRngMode(CountCursor(count, key))
         # To resume, samples may be read again. What they draw was drawn before the state was saved.
-        preserved = preserve_global_rng() if progress.was_drawn else nullcontext()
-        with preserved, self._rng:
-            reader = progress.open(dataset, 0, count)
+        replay_context = preserve_global_rng if progress.was_drawn else nullcontext
+        with self._rng:
+            reader = progress.open(dataset, 0, count, replay_context)
 
         def position() -> Any:
             # A reader with a state is asked for its bookmark when a state is saved. Any other is

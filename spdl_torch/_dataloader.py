@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -249,8 +250,7 @@ class DataLoader(
     def plan(self) -> Plan:
         """Where the workers live and what is fused, and why. `print(loader.plan)` says it."""
         settings = LoaderSettings.of(self)
-        plan = plan_of(settings)
-        return plan if settings.fuse is False else replace(plan, fusions=_fusions(settings))
+        return replace(plan_of(settings), fusions=_fusions(settings))
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -267,7 +267,8 @@ class DataLoader(
 
         `print(loader.stats().verdict)` says what bounds the loop and what to change.
         """
-        return stats_of(self._epochs.clock, self._bad_sample_policy)
+        stats = stats_of(self._epochs.clock, self._bad_sample_policy)
+        return _with_can_fuse(stats, LoaderSettings.of(self))
 
     def profile(
         self,
@@ -332,15 +333,30 @@ class DataLoader(
         return self.__dict__ | {"_iterator": None, "_live": LiveIterators(), "_epochs": epochs}
 
 
-def _fusions(settings: LoaderSettings) -> tuple[Fusion, ...]:
-    from ._fuse import fusions_of  # noqa: PLC0415 (as below)
-
-    return fusions_of(settings)
+# -- fuse: imported when it is needed, because it imports FFmpeg and torchvision -------------------
 
 
 def _fused(settings: LoaderSettings) -> LoaderSettings:
     if settings.fuse is False:
         return settings
-    from ._fuse import fused  # noqa: PLC0415 (it imports FFmpeg and torchvision)
+    from ._fuse import fused  # noqa: PLC0415
 
     return fused(settings)
+
+
+def _fusions(settings: LoaderSettings) -> tuple[Fusion, ...]:
+    if settings.fuse is False:
+        return ()
+    from ._fuse import fusions_of  # noqa: PLC0415
+
+    return fusions_of(settings)
+
+
+def _with_can_fuse(stats: LoaderStats, settings: LoaderSettings) -> LoaderStats:
+    """Note in the statistics of a CPU-bound loader whether `fuse=True` would do something."""
+    # Without this module it is no dataset of torchvision.
+    is_folder = "torchvision.datasets" in sys.modules and stats.verdict.kind == "cpu-bound"
+    if settings.fuse is not False or not is_folder:
+        return stats
+    fusions = _fusions(replace(settings, fuse=True))
+    return replace(stats, can_fuse=any(each.head or each.tail for each in fusions))

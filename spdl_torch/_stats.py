@@ -70,6 +70,8 @@ class LoaderStats:
     """CPU time of this process, the training loop included, without child processes."""
     num_processes: int = 0
     """In how many child processes the worker threads live; 0 for this process."""
+    can_fuse: bool = False
+    """Workers compute most of the time, and `fuse=True` would make some of that quicker."""
 
     def __str__(self) -> str:
         verdict = self.verdict

@@ -98,6 +98,8 @@ class _Stats(Protocol):
     def cpu_seconds(self) -> float: ...
     @property
     def num_processes(self) -> int: ...
+    @property
+    def can_fuse(self) -> bool: ...
     def stage(self, name: str, /) -> StageStats | None: ...
 
 
@@ -446,6 +448,8 @@ def _compute_less(stats: _Stats, busiest: _Load) -> str:
         return _COMPUTE_LATER
     advice = "All cores are taken: do" if are_taken else "Do"
     advice += " less per sample, or do some of it on the device."
+    if stats.can_fuse:
+        return f"{advice} fuse=True does the transforms of this dataset in less time."
     if _is_in_one_piece(stats):
         # With a load stage the dataset may use ImageLoader already: folders of images do.
         advice += " If it decodes images, ImageLoader with its size= is faster."

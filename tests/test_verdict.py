@@ -169,6 +169,7 @@ def verdict(
     step_queued=0.0,
     sleeps=0.0,
     num_processes=0,
+    can_fuse=False,
 ):
     return LoaderStats(
         kind=kind,
@@ -193,6 +194,7 @@ def verdict(
         num_cores=num_cores,
         cpu_seconds=process_cpu_seconds,
         num_processes=num_processes,
+        can_fuse=can_fuse,
     ).verdict
 
 
@@ -354,6 +356,12 @@ CASES = {
         "cpu-bound",
         "using 3.8 of 4 cores",
         "If it decodes images, ImageLoader with its size= is faster.",
+    ),
+    "transforms that can be fused": (
+        verdict(stage("preprocess", 4, 3.8, cpu=3.7), COLLATE, can_fuse=True),
+        "cpu-bound",
+        "using 3.8 of 4 cores",
+        "All cores are taken: do less per sample, or do some of it on the device. fuse=True does",
     ),
     "decoding behind a load stage on all cores": (
         verdict(stage("load", 8, 0.5), stage("preprocess", 4, 3.8, cpu=3.7), COLLATE),

@@ -244,6 +244,30 @@ def test_error_in_worker_init_fn():
     assert children() == []
 
 
+class HasLambdaInState(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+    def state_dict(self):
+        return {"function": lambda: 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_state_that_cannot_be_pickled():
+    """A state that cannot be sent to a child is an error, and not a wait without end."""
+    before = DataLoader(HasLambdaInState())
+    next(iter(before))
+    loader = DataLoader(HasLambdaInState(), num_workers=1, timeout=PATIENCE_SECONDS)
+    loader.load_state_dict(before.state_dict())
+    iterator = iter(loader)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot begin: .*pickle"):
+            next(iterator)
+    loader.close()
+
+
 class Locked:
     """An index that cannot be pickled."""
 

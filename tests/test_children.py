@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import errno
 import gc
 import itertools
 import multiprocessing
@@ -375,6 +376,22 @@ def test_nested_loader_uses_threads():
 
     (found,) = DataLoader(Calls(inner), num_workers=1, collate_fn=as_they_are)
     assert found == [(0, [0, 1, 4, 9, 16])]
+
+
+def refuse(process_id, flags=0):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize("pidfd_open", [None, refuse], ids=["built-without", "refused"])
+def test_old_systems_have_no_children(pidfd_open, monkeypatch):
+    """Where children cannot be watched, the worker threads live in this process."""
+    if pidfd_open is None:
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    loader = DataLoader(Squares(5), num_workers=1)
+    assert loader.plan.num_processes == 0
+    assert flat(loader) == [0, 1, 4, 9, 16]
 
 
 @pytest.mark.exhaustive

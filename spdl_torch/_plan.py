@@ -112,8 +112,8 @@ def plan_of(settings: LoaderSettings) -> Plan:
 
 def _why_no_child(settings: LoaderSettings) -> str | None:
     """Return why the worker threads cannot or need not live in child processes, if so."""
-    if not hasattr(os, "memfd_create"):
-        return "child processes need Linux"
+    if not _has_what_children_need():
+        return "child processes need Linux 5.3 or later, and a Python that was built for it"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "this Python has no GIL, so they do not slow the training loop"
     if settings.preprocess_executor is not None and not settings.is_iterable:
@@ -121,6 +121,18 @@ def _why_no_child(settings: LoaderSettings) -> str | None:
     if multiprocessing.current_process().daemon:
         return "this is a daemonic process, which may not have children"
     return None
+
+
+def _has_what_children_need() -> bool:
+    # A Python that was built for an old Linux lacks some, and an old Linux, or a sandbox that
+    # resembles one, refuses them.
+    if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd")):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 class _Nowhere(io.RawIOBase):

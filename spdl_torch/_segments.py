@@ -24,7 +24,9 @@ right:
   it, before it is unmapped: the finaliser of the array over the whole mapping runs before the array
   releases the mapping.
 - A forked process that inherits a reader or a batch has its own copy of the deque, of the mappings
-  and of the descriptors. Whatever is collected there changes nothing here.
+  and of the descriptors. Whatever is collected there changes nothing here. It may view the batch
+  for as long as it likes, and nobody knows how long that is. So a segment that was lent during a
+  fork is given back as its negative number, and is dropped instead of used again.
 """
 
 from __future__ import annotations
@@ -210,12 +212,15 @@ class SegmentWriter:
                 self._put_back(filling.segment)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Free segments that the parent does not use any more."""
+        """Free segments that the parent does not use any more; drop those of negative number."""
         with self._lock:
             for number in numbers:
-                segment = self._lent.pop(number)
+                segment = self._lent.pop(abs(number))
                 segment.close_descriptor()  # The parent has mapped the segment.
-                self._put_back(segment)
+                if number > 0:
+                    self._put_back(segment)
+                else:
+                    self._dropped.append(segment.number)
 
     def _filling_for(self, large: list[Bytes]) -> _Filling:
         """Return the thread's segment or, if it is too small for the batch, a larger one."""
@@ -424,7 +429,7 @@ class SegmentReader:
             return Held(parcel, lease, is_copied=True)
         returned = self._limit.returned
         end = weakref.finalize(
-            lease, _end_lease, self._freed, parcel.segment, returned, parcel.capacity
+            lease, _end_lease, self._freed, parcel.segment, returned, parcel.capacity, _Forks.number
         )
         end.atexit = False
         # No copy reads the segment now: what was in it before is not held any more.
@@ -440,7 +445,10 @@ class SegmentReader:
             self._freed.append(parcel.segment)
 
     def take_freed(self) -> list[int]:
-        """Return the numbers of segments freed since the last call, for `SegmentWriter.free`."""
+        """Return the numbers of segments freed since the last call, for `SegmentWriter.free`.
+
+        They are negative if a forked process may still view the segment.
+        """
         freed = []
         while self._freed:
             freed.append(self._freed.popleft())
@@ -451,9 +459,25 @@ class SegmentReader:
             self._maps.pop(number, None)  # The parent may never have got it.
 
 
-def _end_lease(freed: deque[int], number: int, returned: deque[int], capacity: int) -> None:
+class _Forks:
+    """Counts the forks of this process: a lease that sees another number at its end was there."""
+
+    number = 0
+
+    @classmethod
+    def count(cls) -> None:
+        cls.number += 1
+
+
+# Before and after: a lease may begin or end in another thread while this one forks.
+os.register_at_fork(before=_Forks.count, after_in_parent=_Forks.count)
+
+
+def _end_lease(
+    freed: deque[int], number: int, returned: deque[int], capacity: int, num_forks: int
+) -> None:
     returned.append(capacity)
-    freed.append(number)
+    freed.append(number if num_forks == _Forks.number else -number)
 
 
 def _unpack(parcel: Parcel, owner: Bytes, *, is_copied: bool) -> Any:

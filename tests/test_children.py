@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import errno
 import gc
 import itertools
 import multiprocessing
@@ -244,6 +245,30 @@ def test_error_in_worker_init_fn():
     assert children() == []
 
 
+class HasLambdaInState(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+    def state_dict(self):
+        return {"function": lambda: 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_state_that_cannot_be_pickled():
+    """A state that cannot be sent to a child is an error, and not a wait without end."""
+    before = DataLoader(HasLambdaInState())
+    next(iter(before))
+    loader = DataLoader(HasLambdaInState(), num_workers=1, timeout=PATIENCE_SECONDS)
+    loader.load_state_dict(before.state_dict())
+    iterator = iter(loader)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot begin: .*pickle"):
+            next(iterator)
+    loader.close()
+
+
 class Locked:
     """An index that cannot be pickled."""
 
@@ -351,6 +376,22 @@ def test_nested_loader_uses_threads():
 
     (found,) = DataLoader(Calls(inner), num_workers=1, collate_fn=as_they_are)
     assert found == [(0, [0, 1, 4, 9, 16])]
+
+
+def refuse(process_id, flags=0):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize("pidfd_open", [None, refuse], ids=["built-without", "refused"])
+def test_old_systems_have_no_children(pidfd_open, monkeypatch):
+    """Where children cannot be watched, the worker threads live in this process."""
+    if pidfd_open is None:
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    loader = DataLoader(Squares(5), num_workers=1)
+    assert loader.plan.num_processes == 0
+    assert flat(loader) == [0, 1, 4, 9, 16]
 
 
 @pytest.mark.exhaustive

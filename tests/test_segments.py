@@ -950,3 +950,26 @@ def test_forked_readers_do_no_harm():
     for value in range(2, 10):
         link.send(filled(value))
     assert (batch["image"] == 1).all()
+
+
+def test_forked_process_may_keep_batches():
+    """A batch stays as it is in a forked process, while the loop here goes on; memory does not."""
+    link = Link()
+    link.send(filled(0))
+    batch = link.send(filled(1))
+    receive, send_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.read(receive, 1)
+            os._exit(0 if (batch["image"] == 1).all() else 1)
+        finally:
+            os._exit(99)
+    del batch
+    for value in range(2, 10):
+        link.send(filled(value))
+    os.write(send_end, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(receive)
+    os.close(send_end)
+    assert len(mappings()) <= 4

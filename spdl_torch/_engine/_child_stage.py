@@ -261,14 +261,15 @@ class ChildStage(Stage):
             child.careful.clear()
             child.held.clear()
             child.first_at_death = None
-            self._send_epoch(child, is_restart=False)
+            self._send_epoch(child, epoch, is_restart=False)
 
-    def _send_epoch(self, child: _Child, *, is_restart: bool) -> None:
-        assert self._epoch is not None
-        child.clock.begin(self._epoch.id)
-        records_spans = self._clock.recorder is not None
-        description = self._host.describe_epoch(is_restart=is_restart)
-        self._post(child, Begin(self._epoch.id, description, records_spans))
+    def _send_epoch(self, child: _Child, epoch: Epoch, *, is_restart: bool) -> None:
+        child.clock.begin(epoch.id)
+        try:
+            description = self._host.describe_epoch(is_restart=is_restart)
+            self._post(child, Begin(epoch.id, description, self._clock.recorder is not None))
+        except Exception as error:  # A loaded state cannot be pickled. The frames refer to us.
+            epoch.close(error.with_traceback(None), f"a worker process cannot begin: {error}.")
 
     def _send(self, child: _Child, number: int) -> None:
         batch, worker = child.assigned[number]
@@ -310,9 +311,8 @@ class ChildStage(Stage):
             assert self._epoch is not None
             self._num_restarts += 1
             if self._num_restarts > _MAX_RESTARTS:
-                self._epoch.close(
-                    RuntimeError(text), f"{text}. It was the {self._num_restarts}th in this epoch."
-                )
+                words = f"{text}. It was the {self._num_restarts}th in this epoch."
+                self._epoch.close(RuntimeError(text), words)
             if self._epoch.is_closed:
                 return
             num_lost = len(child.assigned)
@@ -328,7 +328,7 @@ class ChildStage(Stage):
                 self.group.end_processes()
                 return
             self.group.wake()
-            self._send_epoch(child, is_restart=True)
+            self._send_epoch(child, self._epoch, is_restart=True)
             numbers = list(child.assigned)
             if child.careful:
                 self._send(child, child.careful[0])

@@ -25,7 +25,7 @@ right:
   releases the mapping.
 - A forked process that inherits a reader or a batch has its own copy of the deque, of the mappings
   and of the descriptors. Whatever is collected there changes nothing here. It may view the batch
-  for as long as it likes, and nobody knows how long that is. So a segment that was lent during a
+  for as long as it likes, which cannot be known here. So a segment that was lent during a
   fork is given back as its negative number, and is dropped instead of used again.
 """
 

@@ -1,16 +1,26 @@
-"""Side-by-side measurements of `spdl_torch.ImageLoader` and its peers, in one command.
+"""Side-by-side measurements of our image loading and its peers, in one command.
 
     python benchmarks/images.py [--data DIR] [--workers N] [--rounds N] [--only NAME ...]
                                 [--json FILE] [--check]
 
-Everybody turns a folder of images into uint8 batches of 224 by 224 pixels, with the same number of
+Everybody turns a folder of images into batches of 224 by 224 pixels, with the same number of
 workers. Rounds and ratios are those of `loaders.py`: in every round all contenders run one after
 the other, each ratio is taken within one round, and the median over the rounds is reported.
 
 Jobs
 ----
-`resize` resizes whole images. `augment` takes a random part of each, resizes it and mirrors every
-other one. `large` resizes JPEGs of 12 megapixels, which are made on the spot in two ways:
+`resize` resizes whole images to uint8. `augment` takes a random part of each, resizes it and
+mirrors every other one. Ours is `ImageLoader` there.
+
+`train` and `val` are the transforms of training scripts, to float32: `RandomResizedCrop(224)`,
+`RandomHorizontalFlip`, `ToTensor`, `Normalize`; and `Resize(256)`, `CenterCrop(224)`, `ToTensor`,
+`Normalize`. `torch, PIL` and ours have the same dataset, an `ImageFolder` with this chain of v1:
+`ours, unmodified` without `fuse`, `ours, fused` with `fuse=True`, `ours, exact` with
+`fuse="exact"`. `ours, fused, uint8` has a chain that ends with `PILToTensor`: it is what is left
+for the CPU if `device=` does `ToTensor` and `Normalize` on the device. `torch, torchvision.io` and
+`torch, torchcodec` decode to tensors, and have the chain of v2 for them.
+
+`large` resizes JPEGs of 12 megapixels, which are made on the spot in two ways:
 `enlarged` is one picture, blown up, with as little detail as a soft photo has; `mosaic` is many
 pictures side by side at their natural size, with as much detail as JPEGs ever have. Most photos
 are between the two.
@@ -35,15 +45,19 @@ Decoders and resizers round in their own ways, so batches cannot be compared bit
 whoever delivers another order stops the benchmark. For pixels the mean absolute difference to PIL's
 antialiased bilinear images is reported, in levels from 0 to 255, over some hundred images and for
 the worst of them. A large one over all, as from resizing without antialiasing, stops the benchmark;
-a single image of ours that is far off fails `--check`. For `augment` all who draw the same random
-numbers are seeded alike, image by image, outside of the measurement. DALI has its own.
+a single image of ours that is far off fails `--check`. For `augment` and `train` all who draw the
+same random numbers are seeded alike, image by image, outside of the measurement. DALI has its own,
+and its crop of `val` is up to a pixel beside that of the others: it is not compared there either.
+torchcodec turns images as EXIF says, which is why its worst image may be far off.
+For `train` and `val` the normalisation is undone before; their reference is the dataset of
+`torch, PIL`, and `ours, unmodified` and `ours, exact` must not differ from it in a single bit.
 
 Peers
 -----
-`spdl` and `nvidia.dali` take part if they can be used. SPDL loads a batch per task, as its
-documentation does for images; its pipeline keeps the input order, as everybody's does. SPDL and
-DALI give images with the channels last, which is spared them here: their batches are views in the
-layout of the others.
+`spdl`, `nvidia.dali` and `torchcodec` take part if they can be used. SPDL loads a batch per task,
+as its documentation does for images; its pipeline keeps the input order, as everybody's does. SPDL
+and DALI give images with the channels last, which is spared them here: their batches are views in
+the layout of the others.
 """
 
 from __future__ import annotations
@@ -86,6 +100,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
+from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
@@ -96,6 +111,9 @@ import spdl_torch
 SIZE = 224
 SCALE = (0.08, 1.0)
 ASPECT_RATIO = (3 / 4, 4 / 3)
+RESIZED_SIZE = 256
+"""The shorter side in `val`, before the center crop."""
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 LARGE_SIZE = (4000, 3000)
 NUM_LARGE_IMAGES = 24
 NUM_COMPARED_IMAGES = 320
@@ -107,8 +125,13 @@ OURS = "ours"
 OUR_THREADS = "ours, 0 processes"
 """With its worker threads in this process."""
 
+OURS_UNMODIFIED = "ours, unmodified"
+OURS_FUSED = "ours, fused"
+OURS_FUSED_BYTES = "ours, fused, uint8"
+OURS_EXACT = "ours, exact"
+
 Batch = tuple[Tensor, Tensor]
-"""Images, uint8 of N×C×H×W, and labels."""
+"""Images, N×C×H×W, and labels."""
 
 OpenBatches = Callable[[int], Iterable[Batch]]
 """From a number of batches to a loader that delivers as many."""
@@ -184,7 +207,9 @@ def is_usable(module_name: str) -> bool:
         if module_name == "spdl.io":
             # It comes without FFmpeg, and looks for one when it is first used.
             importlib.import_module("spdl.io.utils").get_ffmpeg_versions()
-    except (ImportError, RuntimeError):
+        elif module_name == "torchcodec.decoders":
+            torchcodec_decoder()  # Older versions decode videos only.
+    except (AttributeError, ImportError, OSError, RuntimeError):
         return False
     return True
 
@@ -212,6 +237,10 @@ class ImageSection(Section):
     """From PIL's images, by contender."""
     note: str = ""
     """Printed below the table."""
+    subject: str = OURS
+    """Who the table compares with the others."""
+    exact: tuple[str, ...] = ()
+    """Whose images must be PIL's, bit by bit."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,12 +270,19 @@ class Difference:
 
 
 def difference_of_images(image: Tensor, reference: Tensor) -> float:
-    if image.shape != reference.shape or image.dtype != torch.uint8:
+    if image.shape != reference.shape or image.dtype != reference.dtype:
         raise RuntimeError(
-            f"expected a uint8 image of {tuple(reference.shape)}, got {image.dtype} of "
+            f"expected {reference.dtype} of {tuple(reference.shape)}, got {image.dtype} of "
             f"{tuple(image.shape)}"
         )
-    return (image.int() - reference.int()).abs().double().mean().item()
+    difference = (image.double() - reference.double()).abs()
+    if image.is_floating_point():  # They are normalised.
+        difference *= 255 * column(STD)
+    return difference.mean().item()
+
+
+def column(values: list[float]) -> Tensor:
+    return torch.tensor(values).view(3, 1, 1)
 
 
 def difference_of_batches(open_batches: OpenBatches, job: Job) -> Difference:
@@ -258,6 +294,18 @@ def difference_of_batches(open_batches: OpenBatches, job: Job) -> Difference:
             (difference_of_images(image, pil_image(path)), path)
             for image, path in zip(images, paths, strict=True)
         ]
+    )
+
+
+def difference_of_loaders(
+    open_batches: OpenBatches, open_reference: OpenBatches, job: Job
+) -> Difference:
+    """Compares two loaders that deliver the same images."""
+    paths = (job.samples[index][0] for index in job.indices(job.num_compared))
+    batches = zip(open_batches(job.num_compared), open_reference(job.num_compared), strict=True)
+    pairs = (pair for (ours, _), (theirs, _) in batches for pair in zip(ours, theirs, strict=True))
+    return Difference.of(
+        [(difference_of_images(*pair), path) for pair, path in zip(pairs, paths, strict=True)]
     )
 
 
@@ -285,10 +333,10 @@ def measure_differences(section: ImageSection, console: Console) -> dict[str, Di
                 continue
             status.update(f"{section.name}: comparing images with PIL's, {name}")
             difference = differences[name] = measure()
-            if difference.mean > MAX_DIFFERENCE:
+            if difference.mean > (0 if name in section.exact else MAX_DIFFERENCE):
                 raise RuntimeError(
                     f"{name} does not do the same job as PIL: its images are off by "
-                    f"{difference.mean:.1f} levels on average. Nothing was measured."
+                    f"{difference.mean:.2g} levels on average. Nothing was measured."
                 )
     return differences
 
@@ -345,10 +393,50 @@ def open_loader(
 
 
 # ---------------------------------------------------------------------------------------------
-# SPDL
+# Recipes: the transforms of training scripts
 # ---------------------------------------------------------------------------------------------
 
+
+def recipe_geometry(transforms: Any, *, augmented: bool) -> list[Any]:
+    """The first transforms, of v1 or v2."""
+    if augmented:
+        return [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+    return [transforms.Resize(RESIZED_SIZE), transforms.CenterCrop(SIZE)]
+
+
+def recipe_folder(folder: Path, *last: Any, augmented: bool) -> Any:
+    """Torchvision's dataset with a chain of v1 for PIL images."""
+    return ImageFolder(folder, v1.Compose([*recipe_geometry(v1, augmented=augmented), *last]))
+
+
+def recipe_folder_of_tensors(
+    folder: Path, load: Callable[[str], Tensor], *, augmented: bool
+) -> Any:
+    """Torchvision's dataset with another decoder and the chain of v2 for tensors."""
+    last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    chain = v2.Compose([*recipe_geometry(v2, augmented=augmented), *last])
+    return ImageFolder(folder, chain, loader=load)
+
+
 # Peers are imported where they are used, as they may be absent.
+
+
+def decode_by_torchcodec(path: str) -> Tensor:
+    image: Tensor = torchcodec_decoder()(path, mode="RGB")
+    return image
+
+
+@cache
+def torchcodec_decoder() -> Callable[..., Any]:
+    """Its decoder of images, or of JPEGs in versions that have no other."""
+    decoders = importlib.import_module("torchcodec.decoders")
+    decoder: Callable[..., Any] = getattr(decoders, "decode_image", None) or decoders.decode_jpeg
+    return decoder
+
+
+# ---------------------------------------------------------------------------------------------
+# SPDL
+# ---------------------------------------------------------------------------------------------
 
 
 def open_spdl(
@@ -381,22 +469,51 @@ def spdl_resized(paths: list[str]) -> Tensor:
 
 
 def spdl_augmented(paths: list[str]) -> Tensor:
+    return spdl_filtered(paths, random_crop_filters)
+
+
+def spdl_recipe(paths: list[str], *, augmented: bool) -> Tensor:
+    make_filters = random_crop_filters if augmented else center_crop_filters
+    images = spdl_filtered(paths, make_filters).to(torch.float32)
+    return images.div_(255).sub_(column(MEAN)).div_(column(STD))
+
+
+def spdl_recipe_image(path: str, *, augmented: bool) -> Tensor:
+    return spdl_recipe([path], augmented=augmented)[0]
+
+
+def spdl_filtered(paths: list[str], make_filters: Callable[[int, int], str]) -> Tensor:
+    """Images to which FFmpeg's filters are applied, which depend on height and width."""
     io = importlib.import_module("spdl.io")
     frames = []
     for path in paths:
         packets = io.demux_image(path)
-        # The draws of torchvision, in its order. It looks at nothing but the size of its image.
-        image = torch.empty((1, packets.codec.height, packets.codec.width), device="meta")
-        top, left, height, width = v2.RandomResizedCrop.get_params(
-            image, list(SCALE), list(ASPECT_RATIO)
-        )
-        mirror = "hflip," if torch.rand(1) < 0.5 else ""
-        # Not exact, it would crop where the subsampled chroma has a pixel.
-        crop = f"crop={width}:{height}:{left}:{top}:exact=1"
-        filters = f"{crop},scale={SIZE}:{SIZE}:flags=bilinear,{mirror}format=pix_fmts=rgb24"
-        frames.append(io.decode_packets(packets, filter_desc=filters))
+        filters = make_filters(packets.codec.height, packets.codec.width)
+        frames.append(io.decode_packets(packets, filter_desc=f"{filters},format=pix_fmts=rgb24"))
     images: Tensor = io.to_torch(io.convert_frames(frames))
     return images.permute(0, 3, 1, 2)
+
+
+def random_crop_filters(height: int, width: int) -> str:
+    # The draws of torchvision, in its order. It looks at nothing but the size of its image.
+    image = torch.empty((1, height, width), device="meta")
+    top, left, height, width = v2.RandomResizedCrop.get_params(
+        image, list(SCALE), list(ASPECT_RATIO)
+    )
+    mirror = ",hflip" if torch.rand(1) < 0.5 else ""
+    # Not exact, it would crop where the subsampled chroma has a pixel.
+    crop = f"crop={width}:{height}:{left}:{top}:exact=1"
+    return f"{crop},scale={SIZE}:{SIZE}:flags=bilinear{mirror}"
+
+
+def center_crop_filters(height: int, width: int) -> str:
+    # The sizes and offsets of torchvision.
+    shorter = min(height, width)
+    height, width = (int(RESIZED_SIZE * side / shorter) for side in (height, width))
+    top, left = (round((side - SIZE) / 2) for side in (height, width))
+    # In RGB, or it would crop where the subsampled chroma has a pixel.
+    scale = f"scale={width}:{height}:flags=bilinear,format=pix_fmts=rgb24"
+    return f"{scale},crop={SIZE}:{SIZE}:{left}:{top}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -404,15 +521,18 @@ def spdl_augmented(paths: list[str]) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def open_dali(job: Job, num_batches: int, *, augmented: bool) -> Iterator[Batch]:
+def open_dali(
+    job: Job, num_batches: int, *, augmented: bool, is_recipe: bool = False
+) -> Iterator[Batch]:
     """DALI's CPU pipeline. It reads the files again and again by itself."""
     plugin = importlib.import_module("nvidia.dali.plugin.pytorch")
-    batches = plugin.DALIGenericIterator(dali_pipeline(job, augmented=augmented), ["x", "y"])
+    pipeline = dali_pipeline(job, augmented=augmented, is_recipe=is_recipe)
+    batches = plugin.DALIGenericIterator(pipeline, ["x", "y"])
     for [batch] in itertools.islice(batches, num_batches):
-        yield batch["x"].permute(0, 3, 1, 2), batch["y"]
+        yield batch["x"] if is_recipe else batch["x"].permute(0, 3, 1, 2), batch["y"]
 
 
-def dali_pipeline(job: Job, *, augmented: bool) -> Any:
+def dali_pipeline(job: Job, *, augmented: bool, is_recipe: bool) -> Any:
     dali = importlib.import_module("nvidia.dali")
     fn = importlib.import_module("nvidia.dali.fn")
     types = importlib.import_module("nvidia.dali.types")
@@ -433,11 +553,21 @@ def dali_pipeline(job: Job, *, augmented: bool) -> Any:
             )
         else:
             image = fn.decoders.image(encoded, device="cpu", adjust_orientation=False)
-        image = fn.resize(
-            image, resize_x=SIZE, resize_y=SIZE, interp_type=types.INTERP_LINEAR, antialias=True
-        )
-        if augmented:
-            image = fn.flip(image, horizontal=fn.random.coin_flip(probability=0.5))
+        size = {"resize_x": SIZE, "resize_y": SIZE}
+        if is_recipe and not augmented:
+            size = {"resize_shorter": RESIZED_SIZE}
+        image = fn.resize(image, **size, interp_type=types.INTERP_LINEAR, antialias=True)
+        mirror = fn.random.coin_flip(probability=0.5) if augmented else 0
+        if is_recipe:
+            image = fn.crop_mirror_normalize(
+                image,
+                crop=(SIZE, SIZE),
+                mirror=mirror,
+                mean=[255 * value for value in MEAN],
+                std=[255 * value for value in STD],
+            )
+        elif augmented:
+            image = fn.flip(image, horizontal=mirror)
         pipeline.set_outputs(image, label)
     return pipeline
 
@@ -612,6 +742,79 @@ def augment_section(folder: Path, num_workers: int) -> ImageSection:
     )
 
 
+def recipe_section(name: str, folder: Path, num_workers: int) -> ImageSection:
+    augmented = name == "train"
+    job = Job(folder, num_workers, batch_size=64, num_counted=20)
+    read_files(job)
+    last = v1.ToTensor(), v1.Normalize(MEAN, STD)
+    whole = recipe_folder(folder, *last, augmented=augmented)
+    to_bytes = recipe_folder(folder, v1.PILToTensor(), augmented=augmented)
+    make_folder = partial(recipe_folder_of_tensors, folder, augmented=augmented)
+    torchs = {
+        "torch, PIL": whole,
+        "torch, torchvision.io": make_folder(partial(decode_image, mode=ImageReadMode.RGB)),
+        "torch, torchcodec": make_folder(decode_by_torchcodec),
+    }
+    ours: dict[str, tuple[Any, Any]] = {
+        OURS_FUSED: (whole, True),
+        OURS_FUSED_BYTES: (to_bytes, True),
+        OURS_EXACT: (whole, "exact"),
+        OURS_UNMODIFIED: (whole, False),
+    }
+    needs = {
+        "torch, torchcodec": "torchcodec.decoders",
+        "spdl": "spdl.io",
+        "DALI": "nvidia.dali.plugin.pytorch",
+    }
+    opened: dict[str, OpenBatches] = {
+        contender: partial(open_loader, partial(spdl_torch.DataLoader, fuse=fuse), dataset, job)
+        for contender, (dataset, fuse) in ours.items()
+    }
+    for contender, dataset in torchs.items():
+        opened[contender] = partial(open_loader, TorchDataLoader, dataset, job)
+    load_by_spdl = partial(spdl_recipe, augmented=augmented)
+    opened["spdl"] = partial(open_spdl, load_by_spdl, job)
+    opened["DALI"] = partial(open_dali, job, augmented=augmented, is_recipe=True)
+
+    def seeded(dataset: Any, fuse: Any) -> OpenBatches:
+        return partial(open_loader, partial(spdl_torch.DataLoader, fuse=fuse, seed=0), dataset, job)
+
+    def difference(open_batches: OpenBatches, reference: Any = whole) -> Callable[[], Difference]:
+        return partial(difference_of_loaders, open_batches, seeded(reference, False), job)
+
+    # The datasets of all are loaded by our loader, which gives each sample its random numbers.
+    by_spdl = ImageFolder(folder, loader=partial(spdl_recipe_image, augmented=augmented))
+    differences = {
+        contender: difference(seeded(dataset, fuse), dataset)
+        for contender, (dataset, fuse) in ours.items()
+    }
+    for contender, dataset in {**torchs, "spdl": by_spdl}.items():
+        differences[contender] = difference(seeded(dataset, False))
+    return ImageSection(
+        name,
+        "img/s",
+        [
+            loader(contender, job, open_batches, needs=needs.get(contender))
+            for contender, open_batches in opened.items()
+        ],
+        [
+            Ratio(OURS_FUSED, OURS_UNMODIFIED),
+            Ratio(OURS_FUSED, "torch, PIL", at_least=1.8 if augmented else 1.7),
+            Ratio(OURS_FUSED, "torch, torchvision.io"),
+            Ratio(OURS_FUSED, "torch, torchcodec", at_least=1.3 if augmented else None),
+            Ratio(OURS_FUSED, "spdl"),
+            Ratio(OURS_FUSED, "DALI"),
+            Ratio(OURS_FUSED_BYTES, "torch, PIL"),
+            Ratio(OURS_EXACT, "torch, PIL", at_least=1.1),
+        ],
+        differences=differences,
+        note='Fused: fuse=True, exact: fuse="exact", both with the dataset of torch, PIL. '
+        "“uint8” leaves out ToTensor and Normalize, which device= does on the device.",
+        subject=OURS_FUSED,
+        exact=(OURS_EXACT, OURS_UNMODIFIED),
+    )
+
+
 def large_section(kind: str, folder: Path, num_workers: int) -> ImageSection:
     job = Job(folder, num_workers, batch_size=8, num_counted=6)
     opened = open_torch_and_ours(job, augmented=False)
@@ -701,12 +904,18 @@ def print_section(
     table = Table(title=section.name, title_justify="left", pad_edge=False)
     table.add_column("contender", no_wrap=True)
     # Narrow heads: all rows are to fit into 80 columns.
-    heads = [f"{section.unit},\nmedian", "lowest\nto highest", f"{OURS}\n/ it"]
+    heads = [
+        f"{section.unit},\nmedian",
+        "lowest\nto highest",
+        f"{section.subject.split()[-1]}\n/ it",
+    ]
     heads += ["off PIL by\nmean, worst"]
     heads += ["target"] if with_targets else []
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
-    ratios = {ratio.denominator: ratio for ratio in section.ratios}
+    ratios = {
+        ratio.denominator: ratio for ratio in section.ratios if ratio.numerator == section.subject
+    }
     for contender in section.contenders:
         values = figures.get(contender.name)
         if not values:
@@ -723,6 +932,11 @@ def print_section(
             *([describe_target(ratio, figures)] if with_targets and ratio else []),
         )
     console.print(table)
+    for ratio in section.ratios:
+        if ratio.numerator != section.subject and (values := ratio.values(figures)):
+            target = f", target {describe_target(ratio, figures)}" if ratio.target else ""
+            shown = target if with_targets else ""
+            console.print(f"{ratio.name}: {statistics.median(values):.3g}{shown}", highlight=False)
     if section.note:
         console.print(section.note, highlight=False)
 
@@ -735,7 +949,7 @@ def describe_target(ratio: Ratio, figures: dict[str, list[float]]) -> str:
 
 
 def unmet_targets(
-    section: Section, figures: dict[str, list[float]], differences: dict[str, Difference]
+    section: ImageSection, figures: dict[str, list[float]], differences: dict[str, Difference]
 ) -> Iterator[tuple[str, bool]]:
     """What is to be said about targets, and whether they were missed or just not measured."""
     for ratio in section.ratios:
@@ -749,9 +963,10 @@ def unmet_targets(
         else:
             found = f"was not measured, and should be {ratio.target}"
         yield f"{section.name}: {ratio.name} {found}", bool(values)
-    ours = differences.get(OURS)
+    subject = section.subject
+    ours = differences.get(subject)
     if ours is not None and ours.worst > MAX_DIFFERENCE:
-        yield f"{section.name}: ours is off PIL by {ours.worst:.1f} in {ours.worst_path}", True
+        yield f"{section.name}: {subject} is off PIL by {ours.worst:.1f} in {ours.worst_path}", True
 
 
 def describe_left_out(num_left_out: int, num_files: int) -> str:
@@ -776,12 +991,12 @@ def describe_images(folder: Path, *, are_made: bool) -> str:
 # Command line
 # ---------------------------------------------------------------------------------------------
 
-SECTION_NAMES = ["resize", "augment", "large"]
+SECTION_NAMES = ["resize", "augment", "train", "val", "large"]
 LARGE_KINDS = ["enlarged", "mosaic"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("Measure spdl_torch.ImageLoader and its peers.", SECTION_NAMES)
+    parser = argument_parser("Measure our image loading and its peers.", SECTION_NAMES)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
     options = checked(parser, arguments)
     if options.workers < 1:
@@ -797,6 +1012,8 @@ def make_sections(
             yield resize_section(folder, num_workers)
         elif name == "augment":
             yield augment_section(folder, num_workers)
+        elif name in {"train", "val"}:
+            yield recipe_section(name, folder, num_workers)
         else:
             for kind in LARGE_KINDS:
                 with console.status(f"making large images, {kind}"):

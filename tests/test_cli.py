@@ -227,23 +227,28 @@ def test_check_decodes_all_formats(tmp_path, capsys):
 # -- bench -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", [[], ["--recipe"]])
 @pytest.mark.parametrize("augment", [["--augment"], pytest.param([], marks=exhaustive)])
-def test_bench_compares_same_work(folder, capsys, augment):
-    """The three loaders deliver the same crops, and their ratios fit together."""
-    options = ["--batch-size", 4, "--workers", 2, "--size", 48, "--rounds", 2, *augment]
+def test_bench_compares_same_work(folder, capsys, augment, recipe):
+    """The loaders deliver the same crops, and their ratios fit together."""
+    options = ["--batch-size", 4, "--workers", 2, "--size", 48, "--rounds", 2, *augment, *recipe]
     assert run("bench", folder, "--json", *options) == 0
     report = document(capsys)
     names = [loader["name"] for loader in report["loaders"]]
-    assert names == ["torch + PIL", "torch + torchvision.io", "spdl_torch"]
+    last = ["spdl_torch, fuse=True"] if recipe else []
+    assert names == ["torch + PIL", "torch + torchvision.io", "spdl_torch", *last]
     for loader in report["loaders"]:
         assert len(loader["rounds"]) == 2
         assert loader["images_per_second"] > 0
         # They take the same parts of the images: others would be off by dozens of levels.
         assert loader["difference_from_pil"] < 2
         assert min(loader["ratios"]) <= loader["ours_divided_by_it"] <= max(loader["ratios"])
-    for loader in report["loaders"][:2]:
+    for loader in report["loaders"][:-1]:
         assert loader["is_clear"] == (min(loader["ratios"]) > 1 or max(loader["ratios"]) < 1)
-    assert report["loaders"][2]["is_clear"] is None
+    assert report["loaders"][-1]["is_clear"] is None
+    if recipe:  # Unmodified, PIL decodes; fused, FFmpeg does.
+        assert report["loaders"][2]["difference_from_pil"] == 0
+        assert report["loaders"][3]["difference_from_pil"] > 0.01
     assert (report["num_images"], report["num_used"], report["num_left_out"]) == (12, 12, 0)
 
 
@@ -261,6 +266,31 @@ def test_bench_code_runs(folder, capsys, is_flat):
     images = batches[0] if is_flat else batches[0][0]
     assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.uint8)
     assert len(batches) == (2 if is_flat else 4)
+
+
+@pytest.mark.parametrize("augment", [["--augment"], pytest.param([], marks=exhaustive)])
+def test_bench_code_fuses_recipe(folder, capsys, augment):
+    """The printed code makes a loader of normalised images that fuses the whole chain."""
+    (folder / "none of these").mkdir()
+    options = ["--batch-size", 3, "--workers", 1, "--size", 32, "--rounds", 1, *augment]
+    assert run("bench", folder, "--json", "--recipe", *options) == 0
+    names = {}
+    exec(document(capsys)["code"], names)
+    with names["loader"] as loader:
+        [fusion] = loader.plan.fusions
+        images, _ = next(iter(loader))
+    assert len(fusion.while_decoding) == len(fusion.per_batch) == 2
+    assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.float32)
+    assert images.min() < 0
+
+
+def test_bench_refuses_recipe_without_classes(folder, capsys):
+    """A recipe for a folder without classes is an error of one line."""
+    assert run("bench", folder / "cats", "--recipe") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "Give a folder that has one subfolder for each class" in printed.err
 
 
 def test_bench_leaves_out_undecodable_images(folder, capsys):
@@ -295,19 +325,21 @@ def test_bench_reduces_default_batch_size(folder, capsys):
 
 
 @exhaustive
-def test_bench_explains_ratios(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("recipe", [[], ["--recipe"]])
+def test_bench_explains_ratios(folder, capsys, monkeypatch, recipe):
     """The output says how ratios are taken and where the rounds disagree."""
     monkeypatch.setenv("COLUMNS", "80")
     ticks = itertools.count()
     # Every delivery is as long after the one before.
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) / 100)
-    options = ["--batch-size", 2, "--workers", 1, "--size", 32, "--rounds", 3]
+    options = ["--batch-size", 2, "--workers", 1, "--size", 32, "--rounds", 3, *recipe]
     assert run("bench", folder, *options) == 0
     printed = capsys.readouterr().out
     assert "Medians of 3 interleaved rounds (lowest–highest)" in printed
     assert "need not be the ratio of the medians" in printed
     assert "…" not in printed  # The table fits.
-    assert printed.count("1.00 (1.00–1.00)") == printed.count("no clear difference") == 2
+    assert printed.count("1.00 (1.00–1.00)") == printed.count("no clear difference")
+    assert printed.count("no clear difference") == (3 if recipe else 2)
 
 
 def test_bench_without_good_images_fails(tmp_path, capsys):

@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from .. import DataLoader, StagedDataset
-from ._images import ImageJob
+from .._deferred import DeferredImage
+from ._images import ImageJob, RecipeJob
 from ._parser import CommandError
 from ._screen import Screen, counted, table_of
 
 OURS, PIL, TORCHVISION_IO = "spdl_torch", "torch + PIL", "torch + torchvision.io"
+FUSED = "spdl_torch, fuse=True"
 
 _MAX_TRIED = 512  # Images, from all over the folder, that are loaded again and again.
 _SECONDS = 3.0  # Approximate duration of the counted part of a measurement.
@@ -34,24 +37,35 @@ def run(options: argparse.Namespace) -> int:
     # torchvision's decoder is deprecated, PIL warns of odd files, and torch of many workers.
     warnings.simplefilter("ignore")
     screen = Screen(as_json=options.json)
-    job = ImageJob(options.folder, options.size, is_augmented=options.augment)
+    make_job = RecipeJob if options.recipe else ImageJob
+    job = make_job(options.folder, options.size, is_augmented=options.augment)
     batch_size = _possible_batch_size(options, job)
-    datasets = {PIL: job.by_pil(), TORCHVISION_IO: job.by_torchvision_io(), OURS: job.ours()}
+    pil = job.by_pil()
+    datasets = {PIL: pil, TORCHVISION_IO: job.by_torchvision_io()}
+    loaders: dict[str, Callable[..., Iterable[Any]]] = {
+        name: partial(TorchDataLoader, dataset) for name, dataset in datasets.items()
+    }
+    if options.recipe:
+        datasets |= {OURS: pil, FUSED: job.ours()}
+        loaders |= {OURS: partial(DataLoader, pil), FUSED: partial(DataLoader, pil, fuse=True)}
+    else:
+        datasets[OURS] = job.ours()
+        loaders[OURS] = partial(DataLoader, datasets[OURS])
     indices, differences, pil_seconds = _compare_pixels(job, datasets, options.workers, screen)
     num_left_out = min(job.num_images, _MAX_TRIED) - len(indices)
     num_laps = max(1, min(_MAX_LAPS, round(_SECONDS / (pil_seconds * batch_size))))
     measure = partial(_images_per_second, indices, batch_size, options.workers, num_laps)
-    names = list(datasets)
+    names = list(loaders)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds):
         for name in names:
             screen.step(f"round {number + 1} of {options.rounds}, {name}")
-            loader_class = DataLoader if name == OURS else TorchDataLoader
-            figures[name].append(measure(partial(loader_class, datasets[name])))
+            figures[name].append(measure(loaders[name]))
         names = names[1:] + names[:1]  # The first loader may find the machine in another state.
-    results = [_result(name, figures, differences[name]) for name in datasets]
+    ours = list(loaders)[-1]
+    results = [_result(name, figures, ours, differences[name]) for name in loaders]
     code = job.code(batch_size, options.workers)
-    screen.show(_table(results))
+    screen.show(_table(results, ours))
     _explain(options, job, len(indices), batch_size, screen)
     if num_left_out:
         screen.say(
@@ -69,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
         workers=options.workers,
         size=options.size,
         augment=options.augment,
+        recipe=options.recipe,
         loaders=results,
         code=code,
     )
@@ -90,7 +105,7 @@ def _possible_batch_size(options: argparse.Namespace, job: ImageJob) -> int:
 
 
 def _compared(
-    datasets: dict[str, Dataset[Any]], index: int
+    datasets: dict[str, Dataset[Any]], levels: Callable[[Tensor], Tensor], index: int
 ) -> tuple[int, dict[str, float], float] | None:
     """Load an image with all datasets and the same random numbers.
 
@@ -98,10 +113,10 @@ def _compared(
     """
     try:
         started_seconds = time.perf_counter()
-        reference = _pixels(datasets[PIL], index)
+        reference = levels(_pixels(datasets[PIL], index))
         seconds = time.perf_counter() - started_seconds
         differences = {
-            name: (_pixels(dataset, index) - reference).abs().mean().item()
+            name: (levels(_pixels(dataset, index)) - reference).abs().mean().item()
             for name, dataset in datasets.items()
         }
     except Exception:  # Decoders raise various types; `check` says what is wrong with a file.
@@ -109,11 +124,12 @@ def _compared(
     return index, differences, seconds
 
 
-def _pixels(dataset: Dataset[Any], index: int) -> torch.Tensor:
+def _pixels(dataset: Dataset[Any], index: int) -> Tensor:
     torch.manual_seed(index)  # In a worker thread it seeds the sample's own generator.
     sample = dataset[index]
-    pixels: torch.Tensor = sample[0] if isinstance(sample, tuple) else sample
-    return pixels.double()
+    image = sample[0] if isinstance(sample, tuple) else sample
+    pixels: Tensor = image.result() if isinstance(image, DeferredImage) else image
+    return pixels
 
 
 def _compare_pixels(
@@ -127,7 +143,9 @@ def _compare_pixels(
     num_tried = min(job.num_images, _MAX_TRIED)
     # A folder is sorted by class, so the images are taken from all over it.
     chosen = [number * job.num_images // num_tried for number in range(num_tried)]
-    trials = StagedDataset.from_functions(chosen, preprocess=partial(_compared, datasets))
+    trials = StagedDataset.from_functions(
+        chosen, preprocess=partial(_compared, datasets, job.levels)
+    )
     loaded = []
     with (
         DataLoader(trials, batch_size=None, num_workers=num_workers) as loader,
@@ -182,11 +200,13 @@ def _images_per_second(
 # -- report ----------------------------------------------------------------------------------------
 
 
-def _result(name: str, figures: dict[str, list[float]], difference: float) -> dict[str, Any]:
+def _result(
+    name: str, figures: dict[str, list[float]], ours: str, difference: float
+) -> dict[str, Any]:
     rounds = figures[name]
     # Within each round, where both loaders find the same machine.
-    ratios = [ours / its for ours, its in zip(figures[OURS], rounds, strict=True)]
-    is_compared = name != OURS and len(ratios) > 1
+    ratios = [one / its for one, its in zip(figures[ours], rounds, strict=True)]
+    is_compared = name != ours and len(ratios) > 1
     return {
         "name": name,
         "images_per_second": statistics.median(rounds),
@@ -199,12 +219,11 @@ def _result(name: str, figures: dict[str, list[float]], difference: float) -> di
     }
 
 
-def _table(results: list[dict[str, Any]]) -> Table:
-    table = table_of(
-        "loader", "images/s", "spdl_torch is\n× as fast", "pixels differ\nfrom PIL's by"
-    )
+def _table(results: list[dict[str, Any]], ours: str) -> Table:
+    head = f"{ours.removeprefix(f'{OURS}, ')} is\n× as fast"
+    table = table_of("loader", "images/s", head, "pixels differ\nfrom PIL's by")
     for result in results:
-        is_ours = result["name"] == OURS
+        is_ours = result["name"] == ours
         ratio = f"{result['ours_divided_by_it']:.2f}{_range(result['ratios'], '.2f')}"
         if result["is_clear"] is False:
             ratio += "\nno clear difference"
@@ -226,6 +245,7 @@ def _explain(
     options: argparse.Namespace, job: ImageJob, num_used: int, batch_size: int, screen: Screen
 ) -> None:
     kind = "random crops, flipped at random" if job.is_augmented else "the center crop"
+    kind += ", normalised" if options.recipe else ""
     screen.say(
         f"{num_used:,} of {job.num_images:,} images, {kind}, {job.size}×{job.size} "
         f"pixels, batches of {batch_size}, {counted(options.workers, 'worker')} each. Files "

@@ -8,17 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset
+from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import default_loader as load_by_pil
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from .. import ImageLoader, StagedDataset
+from .. import DataLoader, ImageLoader, StagedDataset
 from ._parser import CommandError
 
 _SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Lower-case suffixes of the formats that `ImageLoader` decodes."""
+
+_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+"""Of ImageNet's pixels, which training scripts normalise with."""
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -125,17 +130,30 @@ class ImageJob:
 
     def by_torchvision_io(self) -> Dataset[Any]:
         """Return a dataset that decodes with `torchvision.io`."""
-        return self._of_torchvision(partial(decode_image, mode=ImageReadMode.RGB))
+        load = partial(decode_image, mode=ImageReadMode.RGB)
+        return self._of_torchvision(load, *self._last_of_tensors())
 
     def _of_torchvision(self, load: Any, *last: Any) -> Dataset[Any]:
-        if self.is_augmented:
-            first = [v2.RandomResizedCrop(self.size), v2.RandomHorizontalFlip(0.5)]
-        else:
-            first = [v2.Resize(self.size), v2.CenterCrop(self.size)]
-        transform = v2.Compose([*first, *last])
+        geometry = [getattr(v2, name)(argument) for name, argument in self._geometry]
+        transform = v2.Compose([*geometry, *last])
         if self._files:
             return StagedDataset.from_functions(self._files, load=load, preprocess=transform)
         return self._image_folder(load, transform)
+
+    @property
+    def _geometry(self) -> list[tuple[str, float]]:
+        """The names of torchvision's transforms, which are those of v1 and v2, and arguments."""
+        if self.is_augmented:
+            return [("RandomResizedCrop", self.size), ("RandomHorizontalFlip", 0.5)]
+        return [("Resize", self._resized_size), ("CenterCrop", self.size)]
+
+    @property
+    def _resized_size(self) -> int:
+        return self.size
+
+    def _last_of_tensors(self) -> list[Any]:
+        """Return the transforms of tensors behind the geometry."""
+        return []
 
     def _image_folder(self, load: Any, transform: Any = None) -> Dataset[Any]:
         dataset: Dataset[Any] = ImageFolder(
@@ -167,16 +185,81 @@ class ImageJob:
                 "preprocess=images.decode)",
             ]
         else:
-            empty = ", allow_empty=True" if self._allow_empty else ""
             lines = [
                 "from spdl_torch import DataLoader, ImageLoader",
                 "from torchvision.datasets import ImageFolder",
                 "",
                 f"images = ImageLoader({arguments})",
-                f"dataset = ImageFolder({folder}, loader=images{empty})",
+                f"dataset = ImageFolder({folder}, loader=images{self._empty_argument})",
             ]
-        loader = f"dataset, batch_size={batch_size}, shuffle=True, num_workers={num_workers}"
-        return "\n".join([*lines, f"loader = DataLoader({loader})"])
+        return "\n".join([*lines, _loader_line(batch_size, num_workers)])
+
+    @property
+    def _empty_argument(self) -> str:
+        return ", allow_empty=True" if self._allow_empty else ""
+
+    @staticmethod
+    def levels(pixels: torch.Tensor) -> torch.Tensor:
+        """Return the pixels of a dataset of this job as numbers from 0 to 255."""
+        return pixels.double()
+
+
+class RecipeJob(ImageJob):
+    """The same with the transforms of a training script, to normalised floats.
+
+    `by_pil` returns its dataset as it is, and `ours` the one that `fuse=True` makes of it.
+    """
+
+    def __init__(self, folder: Path, size: int, *, is_augmented: bool) -> None:
+        super().__init__(folder, size, is_augmented=is_augmented)
+        if self._files:
+            raise CommandError(
+                f"--recipe is for a dataset of torchvision, and {folder} has images beside its "
+                "subfolders. Give a folder that has one subfolder for each class, and no images."
+            )
+
+    def by_pil(self) -> Dataset[Any]:
+        geometry = [getattr(v1, name)(argument) for name, argument in self._geometry]
+        last = [v1.ToTensor(), v1.Normalize(_MEAN, _STD)]
+        return self._image_folder(load_by_pil, v1.Compose([*geometry, *last]))
+
+    def ours(self) -> Dataset[Any]:
+        [fusion] = DataLoader(self.by_pil(), fuse=True).plan.fusions
+        fused: Dataset[Any] = fusion.fused_dataset()
+        return fused
+
+    @property
+    def _resized_size(self) -> int:
+        return self.size * 256 // 224  # As is usual.
+
+    def _last_of_tensors(self) -> list[Any]:
+        return [v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
+
+    def code(self, batch_size: int, num_workers: int) -> str:
+        geometry = ", ".join(f"{name}({argument})" for name, argument in self._geometry)
+        names = sorted(["Compose", "Normalize", "ToTensor", *dict(self._geometry)])
+        return "\n".join(
+            [
+                "from spdl_torch import DataLoader",
+                "from torchvision.datasets import ImageFolder",
+                f"from torchvision.transforms import {', '.join(names)}",
+                "",
+                f"normalize = Normalize({_MEAN}, {_STD})",
+                f"chain = Compose([{geometry}, ToTensor(), normalize])",
+                f"dataset = ImageFolder({_quoted(self.folder)}, chain{self._empty_argument})",
+                _loader_line(batch_size, num_workers, ", fuse=True"),
+            ]
+        )
+
+    @staticmethod
+    def levels(pixels: torch.Tensor) -> torch.Tensor:
+        mean, std = (torch.tensor(values).view(3, 1, 1).double() for values in (_MEAN, _STD))
+        return (pixels.double() * std + mean) * 255
+
+
+def _loader_line(batch_size: int, num_workers: int, last: str = "") -> str:
+    arguments = f"batch_size={batch_size}, shuffle=True, num_workers={num_workers}{last}"
+    return f"loader = DataLoader(dataset, {arguments})"
 
 
 def _quoted(value: Any) -> str:

@@ -72,10 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Load the images of a folder with torch and PIL, with torch and "
         "torchvision.io, and with spdl_torch, in interleaved rounds. DIR has one subfolder for "
         "each class, as ImageNet has, or the images themselves.",
-        epilog="example:\n  spdl-torch bench photos/train --workers 8 --augment",
+        epilog="examples:\n"
+        "  spdl-torch bench photos/train --workers 8 --augment\n"
+        "  spdl-torch bench photos/train --workers 8 --augment --recipe",
     )
     bench.add_argument("folder", metavar="DIR", type=Path, help="a folder of images")
     _add_image_options(bench, workers="our threads in a child process, torch's processes")
+    words = "the transforms of a training script, to normalised floats, without and with fuse=True"
+    bench.add_argument("--recipe", action="store_true", help=words)
     _add_number(bench, "--rounds", 3, "of which the median counts [3]")
 
     profile = commands.add_parser(

@@ -312,7 +312,7 @@ def outcomes(iterator):
 
 
 @pytest.mark.parametrize("num_processes", [0, 1, 2])
-@seeds(40)
+@seeds(16)
 def test_each_fault_at_its_batch(seed, num_processes, pool):
     """Each fault is raised at its batch, and all other batches are right."""
     rng = random.Random(seed)
@@ -508,7 +508,7 @@ def test_leak_per_loader_is_seen(kind, pool):
 
 # -- by the thousand -------------------------------------------------------------------------------
 
-NUM_DROPPED = 1000 * SOAK
+NUM_DROPPED = 400 * SOAK
 
 
 def drop_many(number, use, pool):
@@ -1179,7 +1179,7 @@ def test_ctrl_c_at_random_moments(kind, in_order, pool, monkeypatch):
         ) as loader,
         CtrlC(seed=0, longest_seconds=0.01) as ctrl_c,
     ):
-        while ctrl_c.num_heard < 200 * SOAK:
+        while ctrl_c.num_heard < 80 * SOAK:
             num_before = ctrl_c.num_heard
             places = [expected.index(batch) for batch in interrupted_epoch(loader, ctrl_c)]
             assert len(places) == len(set(places))
@@ -1226,7 +1226,7 @@ def test_ctrl_c_leaves_no_thread(kind, pool, monkeypatch):
     # What is interrupted in a finaliser is not raised but reported.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with CtrlC(seed=0, longest_seconds=0.006) as ctrl_c:
-        for _ in range(60 * SOAK):
+        for _ in range(30 * SOAK):
             try:
                 ctrl_c.is_listening = True
                 for number, _ in enumerate(loader_of(kind, 16, pool=pool)):

@@ -224,9 +224,11 @@ def _tail_of(chain: tuple[Transform, ...], settings: LoaderSettings) -> tuple[Ta
 def _names_used_by_reading(dataset: Any) -> set[str]:
     """Return the names in the `__getitem__` of a dataset, if that is one of torchvision's."""
     method = getattr(type(dataset), "__getitem__", None)
-    is_torchvisions = getattr(method, "__module__", "").startswith("torchvision.datasets.")
-    has_own = "__getitem__" in vars(dataset) or getattr(dataset, "__getitems__", None)
-    if not is_torchvisions or has_own:
+    # A list has no attributes of its own, and its method is of no module.
+    module = getattr(method, "__module__", None) or ""
+    if not module.startswith("torchvision.datasets."):
+        return set()
+    if "__getitem__" in vars(dataset) or getattr(dataset, "__getitems__", None):
         return set()
     code = getattr(method, "__code__", None)
     return set() if code is None else set(code.co_names)

@@ -250,7 +250,7 @@ class DataLoader(
         """Where the workers live and what is fused, and why. `print(loader.plan)` says it."""
         settings = LoaderSettings.of(self)
         plan = plan_of(settings)
-        return plan if settings.fuse is False else replace(plan, fusions=_fusions(settings))
+        return replace(plan, fusions=_fusions(settings)) if settings.fuse else plan
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -339,7 +339,7 @@ def _fusions(settings: LoaderSettings) -> tuple[Fusion, ...]:
 
 
 def _fused(settings: LoaderSettings) -> LoaderSettings:
-    if settings.fuse is False:
+    if not settings.fuse:
         return settings
     from ._fuse import fused  # noqa: PLC0415 (it imports FFmpeg and torchvision)
 

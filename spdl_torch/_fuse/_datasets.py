@@ -137,7 +137,7 @@ def _difference(one: Any, other: Any, index: int) -> float:
 
 def fused(settings: LoaderSettings) -> LoaderSettings:
     """Return the settings with a dataset that makes the same batches, but quicker."""
-    if settings.fuse is False or settings.is_iterable:
+    if not settings.fuse or settings.is_iterable:
         return settings
     dataset = _replaced(settings.dataset, lambda leaf: _fusion_of(leaf, settings).fused_dataset())
     if dataset is settings.dataset:

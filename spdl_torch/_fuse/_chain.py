@@ -106,7 +106,8 @@ def _only_calls(transform: Any) -> Any:
     is_same = code.co_code == template.co_code and code.co_argcount == template.co_argcount
     if not is_same or len(code.co_names) != 1:
         return None
-    return vars(transform).get(code.co_names[0])
+    # With __slots__ it has no dictionary, and is called as it is.
+    return getattr(transform, "__dict__", {}).get(code.co_names[0])
 
 
 # -- head ------------------------------------------------------------------------------------------

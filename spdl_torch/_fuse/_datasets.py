@@ -237,7 +237,8 @@ def _names_used_by_reading(dataset: Any) -> set[str]:
 def _known_loader(loader: Any) -> tuple[Kind, Decoding] | None:
     """Return what a loader returns, and how it decodes, if both are known."""
     if loader in (default_loader, pil_loader) and torchvision.get_image_backend() == "PIL":
-        return "pil", Decoding()
+        # PIL's convert("RGB") cuts grey values of 16 bits off at 255, so nearly all become white.
+        return "pil", Decoding(takes_deep_grey=False)
     has_geometry = type(loader) is ImageLoader and any(getattr(loader, name) for name in _GEOMETRY)
     if type(loader) is not ImageLoader or loader.mode != "RGB" or has_geometry:
         return None

@@ -186,7 +186,9 @@ def _fusion_of(dataset: Any, settings: LoaderSettings) -> Fusion:
     if type(dataset.transforms) not in (StandardTransform, type(None)):
         reason = f"the transforms of {name} change images and targets together"
         return Fusion(dataset, reasons=(reason,))
-    chain = tuple(flattened(dataset.transform))
+    # Users may have put another transform into the attribute that the dataset does not call.
+    called = dataset if "transform" in used else dataset.transforms
+    chain = tuple(flattened(getattr(called, "transform", None)))
     head, decoding, why_no_head = _head_of(dataset, chain, used, settings)
     tail, why_no_tail = _tail_of(chain[head.num_transforms if head else 0 :], settings)
     reasons = tuple(filter(None, (why_no_head, why_no_tail)))

@@ -96,7 +96,7 @@ class Fusion:
 
     def pixel_difference(self, num_samples: int) -> float:
         """Return by how much fused decoding changes some images: the mean, in levels of 255."""
-        if self.head is None:
+        if self.head is None or len(self.dataset) == 0:
             return 0.0
         twins = self._twin(None, None), self._twin(self.head, None)
         step = max(1, len(self.dataset) // num_samples)

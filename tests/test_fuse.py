@@ -1,0 +1,518 @@
+"""`fuse`: torchvision's transforms, done while decoding and once per batch.
+
+What `fuse=True` makes is compared with what the same loader makes without it, from the same random
+numbers. Pixels may differ a little, as another library decodes and resizes. Boxes and flips may
+not: they are compared on images whose pixels say where they are.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import multiprocessing
+import pickle
+import types
+import warnings
+
+import numpy as np
+import PIL.Image
+import PIL.ImageFile
+import pytest
+import torch
+import torchvision.datasets
+import torchvision.transforms.functional as F  # noqa: N812 (torchvision's own name for it)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.datasets import CIFAR10, DatasetFolder, Food101, ImageFolder, OxfordIIITPet
+from torchvision.models import ResNet18_Weights
+from torchvision.transforms import InterpolationMode, v2
+
+from spdl_torch import DataLoader, ImageError, ImageLoader, ReplaceBadSamples, RetryLoad
+
+from .images import FORMATS, encoded, picture, tiered
+from .simulated import TYPE, Simulator, at_random, copies_first, copies_last, everything_last
+from .test_parity import assert_same
+from .tiers import pairwise, sampled
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+SIZES = [(120, 160), (160, 120), (110, 150), (200, 100), (96, 96), (130, 171)]
+FLOAT = torch.float32
+
+JOINT = {
+    "bilinear": InterpolationMode.BILINEAR,
+    "bicubic": InterpolationMode.BICUBIC,
+}
+
+
+def smooth(height, width, seed=0):
+    return PIL.Image.fromarray(picture(height, width, seed=seed, has_edges=False))
+
+
+def as_jpeg(image, **options):
+    file = io.BytesIO()
+    image.save(file, "JPEG", **{"quality": 95, "subsampling": 0, **options})
+    return file.getvalue()
+
+
+def folder_of(root, files):
+    """An image folder of files whose names give their order, in two classes."""
+    for number, data in enumerate(files):
+        path = root / "ab"[number >= len(files) // 2] / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Smooth pictures of several sizes."""
+    files = [as_jpeg(smooth(*size, seed=seed)) for seed, size in enumerate(SIZES)]
+    return folder_of(tmp_path_factory.mktemp("pictures"), files)
+
+
+@pytest.fixture(scope="module")
+def small_root(tmp_path_factory):
+    """Three small pictures, quickly read."""
+    files = [as_jpeg(smooth(*size, seed=seed)) for seed, size in enumerate([(48, 64), (60, 50)])]
+    return folder_of(tmp_path_factory.mktemp("small"), files)
+
+
+def folder(root, *chain, compose=v1.Compose, **arguments):
+    return ImageFolder(root, compose(chain) if chain else None, **arguments)
+
+
+def read(dataset, fuse, **arguments):
+    arguments = {"batch_size": 3, "seed": 5} | arguments
+    with DataLoader(dataset, fuse=fuse, **arguments) as loader:
+        return list(loader)
+
+
+def said(dataset, fuse=True, **arguments):
+    """What the plan says about transforms."""
+    loader = DataLoader(dataset, fuse=fuse, **{"batch_size": 2, **arguments})
+    return str(loader.plan).partition("\n")[2]
+
+
+def outcome(dataset, fuse, **arguments):
+    """What a loader gives, or the type of its error."""
+    try:
+        return read(dataset, fuse, **arguments)
+    except Exception as error:
+        return type(error)
+
+
+def assert_similar(fused, unfused, levels, mean=0.5, worst=3.0):
+    """Compare batches; `levels` says how many levels of 255 one unit of their values has."""
+    assert len(fused) == len(unfused)
+    for one, other in zip(fused, unfused, strict=True):
+        assert type(one) is type(other)
+        assert_same(one[1:], other[1:])
+        ours, theirs = one[0], other[0]
+        assert type(ours) is type(theirs)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert ours.stride() == theirs.stride()
+        difference = (ours.double() - theirs.double()).abs() * torch.as_tensor(levels)
+        assert difference.mean() <= mean
+        assert difference.max() <= worst + 0.001  # Of floats.
+
+
+def training(version, mode="bilinear"):
+    crop = [
+        version.RandomResizedCrop(48, interpolation=JOINT[mode]),
+        version.RandomHorizontalFlip(),
+    ]
+    return [*crop, *(classic() if version is v1 else modern())]
+
+
+def validation(version, mode="bilinear"):
+    crop = [version.Resize(64, interpolation=JOINT[mode]), version.CenterCrop(48)]
+    return [*crop, *(classic() if version is v1 else modern())]
+
+
+def classic():
+    return [v1.ToTensor(), v1.Normalize(MEAN, STD)]
+
+
+def modern(dtype=FLOAT):
+    return [v2.ToImage(), v2.ToDtype(dtype, scale=True), v2.Normalize(MEAN, STD)]
+
+
+NORMALIZED = 255 * torch.tensor(STD, dtype=torch.float64).view(3, 1, 1)
+
+
+# -- fused against unfused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "make", "mode", "num_workers"),
+    pairwise([v1, v2], [training, validation], ["bilinear", "bicubic"], [0, 2]),
+)
+def test_pixels_differ_by_little(root, version, make, mode, num_workers):
+    """The batches of a fused loader are those of an unfused one, but for half a level."""
+    dataset = folder(root, *make(version, mode), compose=version.Compose)
+    arguments = {"shuffle": True, "num_workers": num_workers}
+    fused = read(dataset, True, **arguments)
+    assert_similar(fused, read(dataset, False, **arguments), NORMALIZED)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_image_tensors_before_the_head(root, place):
+    """What converts to a tensor may come first, between or last."""
+    chain = [v2.RandomResizedCrop(40), v2.RandomHorizontalFlip(), v2.ToDtype(FLOAT, scale=True)]
+    for convert in (v2.ToImage(), v2.PILToTensor(), v1.PILToTensor()):
+        parts = [*chain[:place], convert, *chain[place:]]
+        dataset = folder(root, *(parts if place < 3 else [*chain[:2], convert, v2.RGB(), chain[2]]))
+        assert "while decoding" in said(dataset)
+        assert_similar(read(dataset, True), read(dataset, False), 255)
+
+
+def test_images_stay_images(root):
+    """Without a conversion to float, batches of bytes are alike too."""
+    dataset = folder(root, v2.Resize((40, 50)), v2.ToImage())
+    assert_similar(read(dataset, True), read(dataset, False), 1)
+
+
+def test_size_may_be_kept(root):
+    """A head that only crops or flips gives the decoded pixels."""
+    for chain in ([v1.RandomHorizontalFlip()], [v1.RandomCrop(90), v2.RandomHorizontalFlip()]):
+        dataset = folder(root, *chain, v1.ToTensor())
+        batches = [read(dataset, fuse, batch_size=1) for fuse in (True, False)]
+        assert_similar(*batches, 255, mean=0.1, worst=3)
+
+
+# -- boxes and flips ------------------------------------------------------------------------------
+
+
+def gradients(height, width):
+    """Red and blue say the row, green the column, two levels for each pixel."""
+    rows, columns = 2 * np.mgrid[:height, :width].astype(np.uint8)
+    return PIL.Image.fromarray(np.stack([rows, columns, rows], axis=2))
+
+
+def corners(image):
+    """The mean colours of the corners: where in the original they are, to half a pixel."""
+    image = image.double()
+    part = image.shape[-2] // 8, image.shape[-1] // 8
+    rows = (slice(part[0]), slice(-part[0], None))
+    columns = (slice(part[1]), slice(-part[1], None))
+    return torch.stack(
+        [image[..., row, column].mean((-2, -1)) for row in rows for column in columns]
+    )
+
+
+def are_at_one_place(one, other):
+    return bool((corners(one) - corners(other)).abs().max() < 0.9)
+
+
+@pytest.fixture(scope="module")
+def gradient_root(tmp_path_factory):
+    files = []
+    for number in range(12):
+        file = io.BytesIO()
+        gradients(100 + 2 * number, 125 - 3 * number).save(file, "PNG")
+        files.append(file.getvalue())
+    return folder_of(tmp_path_factory.mktemp("gradients"), files)
+
+
+@pytest.mark.parametrize("edge", range(4))
+@pytest.mark.parametrize("by", [-1, 1])
+def test_wrong_box_would_be_seen(edge, by):
+    """A box that is wrong by a pixel, or a missing flip, is another place."""
+    image = gradients(115, 105)
+    box = [20, 15, 60, 55]
+    wrong = list(box)
+    wrong[edge] += by
+    seen = [F.pil_to_tensor(F.resized_crop(image, *each, [28, 32])) for each in (box, wrong)]
+    assert are_at_one_place(seen[0], seen[0])
+    assert not are_at_one_place(*seen)
+    assert not are_at_one_place(seen[0], seen[0].flip(-1))
+
+
+HEADS = {
+    "random part": [lambda v: v.RandomResizedCrop((28, 32)), lambda v: v.RandomHorizontalFlip()],
+    "flip first": [lambda v: v.RandomHorizontalFlip(), lambda v: v.RandomResizedCrop(32)],
+    "tall parts": [lambda v: v.RandomResizedCrop(32, ratio=(0.1, 0.2), scale=(0.5, 1))],
+    "random crop": [lambda v: v.RandomCrop((60, 50)), lambda v: v.RandomHorizontalFlip()],
+    "crop of resized": [
+        lambda v: v.Resize(75),
+        lambda v: v.RandomCrop((60, 75)),
+        lambda v: v.RandomHorizontalFlip(),
+    ],
+    "flip before crop": [
+        lambda v: v.Resize((70, 75)),
+        lambda v: v.RandomHorizontalFlip(),
+        lambda v: v.RandomCrop((60, 51)),
+    ],
+    "two flips and crops": [
+        lambda v: v.RandomHorizontalFlip(0.7),
+        lambda v: v.Resize((71, 76)),
+        lambda v: v.RandomHorizontalFlip(),
+        lambda v: v.RandomCrop((60, 67)),
+        lambda v: v.RandomHorizontalFlip(),
+        lambda v: v.CenterCrop((51, 52)),
+    ],
+    "crop before resize": [
+        lambda v: v.CenterCrop((81, 75)),
+        lambda v: v.RandomHorizontalFlip(),
+        lambda v: v.Resize((45, 50)),
+    ],
+    "center of resized": [lambda v: v.Resize(51), lambda v: v.CenterCrop(44)],
+    "longer side": [lambda v: v.Resize(51, max_size=55), lambda v: v.CenterCrop(40)],
+}
+
+
+@pytest.mark.parametrize("version", [v1, v2])
+@pytest.mark.parametrize("name", HEADS)
+def test_boxes_and_flips_are_the_same(gradient_root, name, version):
+    """Crops are at the same place of the image, and flips are the same."""
+    dataset = folder(gradient_root, *(make(version) for make in HEADS[name]), v1.ToTensor())
+    arguments = {"batch_size": 1, "shuffle": True}
+    pairs = zip(read(dataset, True, **arguments), read(dataset, False, **arguments), strict=True)
+    for (ours, label), (theirs, expected_label) in pairs:
+        assert torch.equal(label, expected_label)
+        assert ours.shape == theirs.shape
+        assert are_at_one_place(255 * ours, 255 * theirs)
+    assert "For each sample" not in said(dataset)
+
+
+def test_draws_are_those_of_torch(gradient_root):
+    """Without a seed and workers, crops are those that torch's loader draws."""
+    dataset = folder(gradient_root, *training(v1)[:3])
+    torch.manual_seed(3)
+    theirs = list(TorchDataLoader(dataset, batch_size=4, shuffle=True))
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    ours = list(DataLoader(dataset, batch_size=4, shuffle=True, fuse=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_similar(ours, theirs, 255, worst=10)
+    for (one, _), (other, _) in zip(ours, theirs, strict=True):
+        for pair in zip(255 * one, 255 * other, strict=True):
+            assert are_at_one_place(*pair)
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def tails():
+    """Every kind of tail that is known."""
+    yield [v1.ToTensor()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The transform `ToTensor")
+        yield [v2.ToTensor()]
+    for dtype, to_tensor, convert in itertools.product(
+        DTYPES, [v1.PILToTensor, v2.PILToTensor], [v1.ConvertImageDtype, v2.ConvertImageDtype]
+    ):
+        yield [to_tensor(), convert(dtype)]
+        yield [to_tensor(), convert(dtype), v1.Normalize(MEAN, STD)]
+    for dtype, scale in itertools.product(DTYPES, [True, False]):
+        yield [v2.ToImage(), v2.ToDtype(dtype, scale=scale)]
+        yield [v2.ToImage(), v2.ToDtype(dtype, scale=scale), v2.Normalize(MEAN, STD)]
+        yield [v2.ToImage(), v2.ToDtype(dtype, scale=scale), v2.ToPureTensor()]
+    for dtype in DTYPES:
+        yield [*classic(), v1.ConvertImageDtype(dtype)]
+        yield [*modern(), v2.ToDtype(dtype, scale=True), v2.ToPureTensor()]
+        yield [v2.ToImage(), v2.ToPureTensor(), v2.ToDtype(dtype), v1.Normalize([3], [0.7])]
+    yield [v1.ToTensor(), v1.Normalize([0.5], [0.5])]
+    yield [v1.ToTensor(), v1.Normalize((0, 1, 2), (1, 2, 0.3), inplace=True)]
+    yield [v1.ToTensor(), v2.Normalize([0.5], STD), v1.Normalize(MEAN, [2])]
+    yield [*modern(torch.float64), v2.ToDtype(torch.float16), v2.ConvertImageDtype(FLOAT)]
+    yield [v1.ToTensor(), v1.ConvertImageDtype(torch.float64), v1.Normalize(MEAN, STD)]
+
+
+def tail_name(tail):
+    names = [type(part).__name__ + str(getattr(part, "dtype", ""))[5:] for part in tail]
+    return "-".join(names)
+
+
+@pytest.mark.parametrize("tail", list(tails()), ids=tail_name)
+def test_exact_has_the_same_bits(small_root, tail):
+    """With fuse="exact" every tail gives the same bits, from PIL images and from tensors."""
+    dataset = folder(small_root, v1.Resize((20, 30)), *tail)
+    assert f"{type(tail[-1]).__name__} once per batch" in said(dataset, "exact")
+    assert_same(read(dataset, "exact"), read(dataset, False))
+    dataset = folder(small_root, v2.Resize((20, 30)), *tail, loader=ImageLoader())
+    assert_same(outcome(dataset, "exact"), outcome(dataset, False))
+
+
+def test_default_dtype_is_respected(small_root):
+    """ToTensor converts to torch's default dtype."""
+    dataset = folder(small_root, v1.Resize((20, 30)), *classic())
+    torch.set_default_dtype(torch.float64)
+    try:
+        batches = read(dataset, "exact"), read(dataset, False), read(dataset, True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(*batches[:2])
+    assert batches[2][0][0].dtype == torch.float64
+
+
+def cifar(root, *chain):
+    """Ten pictures in CIFAR10's files."""
+    random = np.random.default_rng(0)
+    path = root / "cifar-10-batches-py"
+    path.mkdir(exist_ok=True)
+    for name, _ in CIFAR10.train_list:
+        data = {"data": random.integers(0, 256, (2, 3072), np.uint8), "labels": [3, 5]}
+        (path / name).write_bytes(pickle.dumps(data))
+    (path / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    return CIFAR10(root, transform=v1.Compose(chain))
+
+
+@pytest.mark.parametrize("fuse", [True, "exact"])
+@pytest.mark.parametrize("make", [classic, modern])
+def test_arrays_have_the_same_bits(tmp_path, monkeypatch, make, fuse):
+    """A dataset that holds arrays has its tail fused, and the same bits."""
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
+    head = [v1.RandomCrop(32, padding=4), v1.RandomHorizontalFlip()]
+    dataset = cifar(tmp_path, *head, *make())
+    assert "once per batch" in said(dataset, fuse)
+    assert "while decoding" not in said(dataset, fuse)
+    arguments = {"batch_size": 4, "shuffle": True, "num_workers": 2}
+    assert_same(read(dataset, fuse, **arguments), read(dataset, False, **arguments))
+
+
+# -- any chain -------------------------------------------------------------------------------------
+
+
+class Brighter:
+    """A user's own transform, for whatever it gets."""
+
+    def __call__(self, image):
+        return F.adjust_brightness(image, 1.2)
+
+
+class MyResize(v1.Resize):
+    def forward(self, image):
+        return super().forward(image.transpose(0) if isinstance(image, PIL.Image.Image) else image)
+
+
+class Negative(torch.nn.Module):
+    def forward(self, image):
+        return F.invert(image)
+
+
+VERSIONS = st.sampled_from([v1, v2])
+NEAR = st.sampled_from([8, 17, 24, 33])
+PAIRS = st.tuples(NEAR, NEAR)
+LINEAR = st.sampled_from(list(JOINT.values()))
+
+KNOWN = st.one_of(
+    st.builds(lambda v, n, m: v.Resize(n, m), VERSIONS, st.one_of(NEAR, PAIRS), LINEAR),
+    st.builds(lambda v, n: v.Resize([n], max_size=36), VERSIONS, NEAR),
+    st.builds(lambda v, n, m: v.RandomResizedCrop(n, interpolation=m), VERSIONS, NEAR, LINEAR),
+    st.builds(
+        lambda v, n: v.RandomResizedCrop(n, scale=(0.5, 0.9), ratio=(1, 1)), VERSIONS, PAIRS
+    ),
+    st.builds(lambda v, n: v.CenterCrop(n), VERSIONS, st.one_of(NEAR, PAIRS, st.just(70))),
+    st.builds(lambda v, n: v.RandomCrop(n), VERSIONS, st.one_of(NEAR, PAIRS, st.just(50))),
+    st.builds(lambda v, p: v.RandomHorizontalFlip(p), VERSIONS, st.sampled_from([0.5, 0, 1])),
+)
+CONVERSIONS = st.sampled_from(
+    [v1.PILToTensor, v2.PILToTensor, v2.ToImage, v2.RGB, v2.Identity, v2.ToPureTensor]
+).map(lambda cls: cls())
+UNKNOWN = st.one_of(
+    st.builds(lambda v: v.ColorJitter(0.2, 0.2), VERSIONS),
+    st.builds(lambda v: v.Lambda(F.hflip), VERSIONS),
+    st.builds(Brighter),
+    st.builds(Negative),
+    st.builds(MyResize, PAIRS),
+    st.builds(lambda v: v.RandomVerticalFlip(), VERSIONS),
+    st.builds(lambda v, n: v.Grayscale(n), VERSIONS, st.sampled_from([1, 3])),
+    st.builds(lambda v: v.Pad(3), VERSIONS),
+    st.builds(lambda v: v.RandomRotation(20), VERSIONS),
+    st.builds(lambda v: v.RandomCrop(24, padding=4), VERSIONS),
+    st.builds(lambda v: v.RandomCrop(64, pad_if_needed=True), VERSIONS),
+    st.builds(lambda v: v.Resize(20, InterpolationMode.NEAREST), VERSIONS),
+    st.builds(lambda v: v.Resize((20, 30), antialias=False), VERSIONS),
+    st.builds(lambda v: v.RandomApply([v.RandomHorizontalFlip(), v.Pad(1)], 0.5), VERSIONS),
+)
+WILD = st.one_of(
+    st.builds(lambda v: v.RandAugment(), VERSIONS),
+    st.builds(lambda v: v.TrivialAugmentWide(), VERSIONS),
+)
+"""Some of their operations make large differences of small ones."""
+ENDS = st.sampled_from(
+    [
+        (255, lambda: [v1.ToTensor()]),
+        (255 / 4, lambda: [v1.ToTensor(), v1.Normalize([0.5], [0.25])]),
+        (255 / 4, lambda: [v1.ToTensor(), v1.Normalize([0.5], [0.25]), v1.RandomErasing(1.0)]),
+        (1, lambda: [v1.PILToTensor()]),
+        (255, lambda: [v2.PILToTensor(), v2.ConvertImageDtype(torch.float64)]),
+        (255, lambda: [v2.ToImage(), v2.ToDtype(torch.float64, scale=True)]),
+        (1, lambda: [v2.ToImage(), v2.ToDtype(FLOAT), v2.ToPureTensor()]),
+        (51, lambda: [v2.ToImage(), v2.ToDtype(FLOAT, scale=True), v2.Normalize([0], [0.2])]),
+        (255, lambda: [v2.ToDtype(FLOAT, scale=True)]),
+        (255, lambda: [v1.ConvertImageDtype(FLOAT)]),
+        (1, lambda: []),
+    ]
+)
+
+
+@st.composite
+def chains(draw):
+    """A chain, how many levels a unit is, and whether it keeps small differences small."""
+    middle = draw(st.lists(st.one_of(KNOWN, KNOWN, KNOWN, CONVERSIONS, UNKNOWN), max_size=4))
+    if draw(st.booleans()):  # So that samples can be collated.
+        place = draw(st.integers(0, len(middle)))
+        middle.insert(place, draw(st.sampled_from([v1, v2])).RandomResizedCrop(32))
+    is_wild = draw(st.integers(0, 5)) == 0
+    if is_wild:
+        middle.append(draw(WILD))
+    if middle and draw(st.booleans()):
+        cut = draw(st.integers(0, len(middle) - 1))
+        nested = draw(st.sampled_from([v1.Compose, v2.Compose]))
+        middle = [*middle[:cut], nested(middle[cut:])]
+    levels, end = draw(ENDS)
+    return [*middle, *end()], levels, is_wild
+
+
+def check_chain(root, case, num_workers):
+    chain, levels, is_wild = case
+    dataset = ImageFolder(root, v1.Compose(chain))
+    arguments = {"batch_size": 1, "num_workers": num_workers, "shuffle": True}
+    with warnings.catch_warnings():
+        # PIL images are always resized antialiased, which is not said by a decoder.
+        warnings.filterwarnings("ignore", message="Anti-alias option is always applied")
+        unfused = outcome(dataset, False, **arguments)
+        fused = outcome(dataset, True, **arguments)
+        exact = outcome(dataset, "exact", **arguments)
+    assert_same(exact, unfused)
+    if isinstance(unfused, type):
+        assert fused is unfused
+        return
+    limits = (1e9, 1e9) if is_wild else (2.5, 40)
+    assert_similar(fused, unfused, levels, *limits)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(chains())
+def test_any_chain_is_equivalent(small_root, case):
+    """Any chain of transforms gives the same errors, shapes and types, and similar pixels."""
+    check_chain(small_root, case, 0)
+
+
+@pytest.mark.exhaustive
+@settings(
+    max_examples=3000,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(chains(), st.sampled_from([0, 2]))
+def test_many_chains_are_equivalent(small_root, case, num_workers):
+    """The same for many chains, with and without workers."""
+    check_chain(small_root, case, num_workers)

@@ -139,7 +139,8 @@ def fused(settings: LoaderSettings) -> LoaderSettings:
     """Return the settings with a dataset that makes the same batches, but quicker."""
     if not settings.fuse or settings.is_iterable:
         return settings
-    dataset = _replaced(settings.dataset, lambda leaf: _fusion_of(leaf, settings).fused_dataset())
+    fusions = iter(fusions_of(settings))
+    dataset = _replaced(settings.dataset, lambda _: next(fusions).fused_dataset())
     if dataset is settings.dataset:
         return settings
     is_default = settings.collate_fn in _DEFAULT_COLLATES
@@ -156,7 +157,17 @@ def fusions_of(settings: LoaderSettings) -> tuple[Fusion, ...]:
         return leaf
 
     _replaced(settings.dataset, look)
-    return tuple(found)
+    unfinished = next((fusion for fusion in found if fusion.tail is None), None)
+    if unfinished is None:
+        return tuple(found)
+    # A batch may have samples of several datasets. Then all are finished before, or none.
+    reason = f"the transforms of {type(unfinished.dataset).__name__} are done for each sample"
+    return tuple(
+        fusion
+        if fusion.tail is None
+        else dataclasses.replace(fusion, tail=None, reasons=(*fusion.reasons, reason))
+        for fusion in found
+    )
 
 
 def _replaced(dataset: Any, replace: Callable[[Any], Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import itertools
+import json
 import multiprocessing
 import pickle
 import types
@@ -516,3 +517,393 @@ def test_any_chain_is_equivalent(small_root, case):
 def test_many_chains_are_equivalent(small_root, case, num_workers):
     """The same for many chains, with and without workers."""
     check_chain(small_root, case, num_workers)
+
+
+# -- what is left alone ----------------------------------------------------------------------------
+
+
+class OwnDataset(ImageFolder):
+    """Reads in its own way."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, -label
+
+
+def opened_by_pil(path):
+    return PIL.Image.open(path).convert("RGB")
+
+
+class OtherLoader(ImageLoader):
+    def __call__(self, path):
+        return super().__call__(path).flip(-1)
+
+
+def with_hook():
+    flip = v2.RandomHorizontalFlip(1.0)
+    flip.register_forward_hook(lambda module, inputs, result: F.invert(result))
+    return flip
+
+
+def with_pre_hook():
+    normalize = v1.Normalize(MEAN, STD)
+    normalize.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    return normalize
+
+
+def with_own_forward():
+    crop = v1.CenterCrop(30)
+    crop.forward = lambda image: F.crop(image, 0, 0, 30, 30)
+    return crop
+
+
+def with_own_params():
+    crop = v1.RandomResizedCrop(30)
+    crop.get_params = lambda image, scale, ratio: (1, 2, 33, 44)
+    return crop
+
+
+class HalfNormalize(v1.Normalize):
+    def forward(self, tensor):
+        return super().forward(tensor) / 2
+
+
+def stacked(samples):
+    return default_collate(samples)
+
+
+RESIZE = v1.Resize((30, 40))
+
+NO_HEAD = {
+    "subclass": [MyResize((30, 40))],
+    "forward hook": [v1.Resize((30, 40)).train(), with_hook()],
+    "own forward": [with_own_forward()],
+    "own get_params": [with_own_params()],
+    "nearest": [v1.Resize((30, 40), InterpolationMode.NEAREST)],
+    "not antialiased": [v2.ToImage(), v2.Resize((30, 40), antialias=False), v2.ToPureTensor()],
+    "padding": [v1.RandomCrop((40, 40), padding=4)],
+    "reflected": [v2.RandomCrop((40, 40), pad_if_needed=True, padding_mode="reflect")],
+    "user's": [Brighter(), RESIZE],
+    "function": [F.hflip, RESIZE],
+    "random apply": [v1.RandomApply([RESIZE], 1.0)],
+    "vertical flip": [v2.RandomVerticalFlip(), RESIZE],
+}
+
+
+@pytest.mark.parametrize("name", NO_HEAD)
+def test_unknown_head_is_left_alone(small_root, name):
+    """What is not known exactly is called as it is, and the plan says so."""
+    chain = NO_HEAD[name]
+    convert = [v1.ToTensor()] if name != "not antialiased" else [v1.ConvertImageDtype(FLOAT)]
+    dataset = folder(small_root, *chain, *convert)
+    words = said(dataset)
+    if name == "forward hook":  # The resize before it is fused.
+        assert words.startswith("Fused: Resize while decoding; ToTensor once per batch.")
+        assert "For each sample: RandomHorizontalFlip." in words
+        assert_similar(read(dataset, True), read(dataset, False), 255)
+    else:
+        assert "while decoding" not in words
+        assert "is not a known crop, resize or flip" in words
+        assert_same(read(dataset, True, batch_size=1), read(dataset, False, batch_size=1))
+
+
+NO_TAIL = {
+    "subclass": [v1.ToTensor(), HalfNormalize(MEAN, STD)],
+    "hook": [v1.ToTensor(), with_pre_hook()],
+    "erasing": [v1.ToTensor(), v1.Normalize(MEAN, STD), v1.RandomErasing(1.0)],
+    "tensor arguments": [v1.ToTensor(), v1.Normalize(torch.tensor(MEAN), torch.tensor(STD))],
+    "lambda": [v1.ToTensor(), v1.Lambda(torch.neg)],
+    "bytes": [v2.ToImage(), v2.ToDtype(torch.uint8)],
+    "by kind": [v2.ToImage(), v2.ToDtype({tv_tensors.Image: FLOAT, "others": None}, scale=True)],
+}
+
+
+@pytest.mark.parametrize("name", NO_TAIL)
+def test_unknown_tail_is_left_alone(small_root, name):
+    """A chain with something unknown at its end is done for each sample."""
+    dataset = folder(small_root, RESIZE, *NO_TAIL[name])
+    last = "neg" if name == "lambda" else type(NO_TAIL[name][-1]).__name__
+    assert f"a chain that ends with {last} is done for each sample" in said(dataset)
+    assert "once per batch" not in said(dataset)
+    assert_same(read(dataset, "exact"), read(dataset, False))
+    levels = 1 if name == "bytes" else 255 / 6  # Or normalized.
+    assert_similar(read(dataset, True), read(dataset, False), levels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"collate_fn": stacked}, "collate_fn is not torch's default_collate"),
+        ({"batch_size": None}, "without batches nothing is done once per batch"),
+    ],
+)
+def test_tail_needs_default_collate(root, arguments, reason):
+    """Without torch's collate the tail is done for each sample, and the head is fused."""
+    dataset = folder(root, *validation(v1))
+    words = said(dataset, **arguments)
+    assert words.startswith("Fused: Resize, CenterCrop while decoding. For each sample: ToTensor")
+    assert reason in words
+    assert_similar(read(dataset, True, **arguments), read(dataset, False, **arguments), NORMALIZED)
+    assert_same(read(dataset, "exact", **arguments), read(dataset, False, **arguments))
+
+
+def test_unknown_datasets_are_left_alone(small_root):
+    """A dataset that is not torchvision's gives the same bits, and the plan says why."""
+    chain = RESIZE, v1.ToTensor()
+    own = OwnDataset(small_root, v1.Compose(chain))
+    assert said(own) == "Fused: nothing. Not more, because OwnDataset is not a known dataset of " + (
+        "torchvision."
+    )
+    joint = cityscape_like(small_root)
+    assert "the transforms of ImageFolder change images and targets together" in said(joint)
+    for dataset in (own, joint, [(torch.ones(2), 3)] * 4, {n: n for n in range(4)}, range(5), "ab"):
+        assert_same(read(dataset, True), read(dataset, False))
+        assert "Fused: nothing" in said(dataset)
+    replaced = folder(small_root, *chain)
+    replaced.__getitem__ = lambda index: 0  # Python does not call it: the class has one.
+    assert_same(read(replaced, True), read(replaced, False))
+
+
+def cityscape_like(root):
+    """A dataset whose `transforms` take image and target."""
+    dataset = folder(root, RESIZE, v1.ToTensor())
+    dataset.transforms = lambda image, target: (image, -target)
+    return dataset
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [opened_by_pil, OtherLoader(), ImageLoader(40), ImageLoader(mode="L"), ImageLoader((40, 40))],
+    ids=["function", "subclass", "size", "grey", "sizes"],
+)
+def test_unknown_loader_keeps_the_head(small_root, loader):
+    """How an unknown loader opens a file is left to it; the tail is fused."""
+    tail = modern() if loader is opened_by_pil else [v2.ToDtype(FLOAT, scale=True)]
+    dataset = folder(small_root, v2.Resize((30, 30)), *tail, loader=loader)
+    words = said(dataset)
+    assert "how ImageFolder opens a file is not known" in words
+    assert "once per batch" in words
+    assert_same(read(dataset, True), read(dataset, False))
+
+
+def test_other_backend_keeps_the_head(small_root, monkeypatch):
+    """With another image backend of torchvision, the default loader is not known."""
+    monkeypatch.setattr(torchvision, "get_image_backend", lambda: "accimage")
+    assert "how ImageFolder opens" in said(folder(small_root, RESIZE, v1.ToTensor()))
+
+
+def test_nothing_to_fuse_says_so(small_root):
+    """A dataset without transforms is left alone."""
+    dataset = folder(small_root, loader=ImageLoader((30, 30)))
+    assert said(dataset).startswith("Fused: nothing.")
+    assert_same(read(dataset, True), read(dataset, False))
+    assert said(folder(small_root)).startswith("Fused: nothing.")
+    assert str(DataLoader(dataset, batch_size=2).plan).count("\n") == 0
+
+
+@pytest.mark.parametrize("fuse", ["yes", 2, None, "Exact"])
+def test_unknown_value_is_an_error(small_root, fuse):
+    """An argument that is not known is an error that says which are."""
+    with pytest.raises(ValueError, match='fuse must be True, False or "exact", got'):
+        DataLoader(folder(small_root), fuse=fuse)
+
+
+def test_zero_is_false(small_root):
+    """fuse=0 fuses nothing, and 1 is True."""
+    dataset = folder(small_root, RESIZE, v1.ToTensor())
+    assert_same(read(dataset, 0), read(dataset, False))
+    assert said(dataset, 0) == ""
+    assert said(dataset, 1) == said(dataset, True)
+
+
+def test_dataset_is_not_changed(small_root):
+    """The user's dataset keeps its loader and its transform, and may get others."""
+    chain = v1.Compose([RESIZE, v1.ToTensor()])
+    dataset = ImageFolder(small_root, chain)
+    with DataLoader(dataset, batch_size=2, fuse=True) as loader:
+        shape = next(iter(loader))[0].shape
+        assert (dataset.transform, dataset.loader) == (chain, folder(small_root).loader)
+        dataset.transform = v1.Compose([v1.Resize((16, 16)), v1.ToTensor()])
+        assert (shape[2:], next(iter(loader))[0].shape[2:]) == ((30, 40), (16, 16))
+
+
+@pytest.mark.parametrize(
+    "std", [(1e-9, 0.5, 0.5), (0.0, 0.5, 0.5)], ids=["underflow", "zero"]
+)
+def test_division_by_zero_raises(small_root, std):
+    """A standard deviation that is zero in half precision raises what torchvision raises."""
+    if 0.0 in std:
+        chain = [v1.PILToTensor(), v1.ConvertImageDtype(FLOAT), v1.Normalize(MEAN, std)]
+    else:
+        chain = [v1.ToTensor(), v1.ConvertImageDtype(torch.float16), v1.Normalize(MEAN, std)]
+    dataset = folder(small_root, RESIZE, *chain)
+    assert outcome(dataset, False) is ValueError
+    assert outcome(dataset, True) is ValueError
+    assert outcome(dataset, "exact") is ValueError
+
+
+def test_own_tensor_collate_is_called(small_root, monkeypatch):
+    """A function that the user has put into torch's map collates the tensors."""
+
+    def negative(samples, *, collate_fn_map=None):
+        return -collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+
+    dataset = folder(small_root, RESIZE, v1.ToTensor())
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, negative)
+    assert_same(read(dataset, "exact"), read(dataset, False))
+    assert read(dataset, True)[0][0].max() <= 0
+
+
+def test_unequal_shapes_raise_as_torch(root):
+    """Images of several sizes are torch's error."""
+    dataset = folder(root, v1.Resize(40), v1.ToTensor())
+    for fuse in (False, True, "exact"):
+        with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+            read(dataset, fuse)
+
+
+# -- presets ---------------------------------------------------------------------------------------
+
+
+class Preset:
+    """As the presets of torchvision's reference scripts."""
+
+    def __init__(self, *chain):
+        self.transforms = v1.Compose(chain)
+
+    def __call__(self, img):
+        return self.transforms(img)
+
+
+class DoesMore(Preset):
+    def __call__(self, img):
+        return -self.transforms(img)
+
+
+class Slotted:
+    __slots__ = ("chain",)
+
+    def __init__(self, *chain):
+        self.chain = v1.Compose(chain)
+
+    def __call__(self, image):
+        return self.chain(image)
+
+
+def test_preset_of_weights_is_fused(root):
+    """The transforms of a model's weights are fused, all of them."""
+    preset = ResNet18_Weights.DEFAULT.transforms(crop_size=48, resize_size=64)
+    dataset = ImageFolder(root, preset)
+    words = "Fused: Resize, CenterCrop while decoding; PILToTensor, ConvertImageDtype, Normalize "
+    assert said(dataset) == f"{words}once per batch."
+    assert_similar(read(dataset, True), read(dataset, False), NORMALIZED)
+    assert_same(read(dataset, "exact"), read(dataset, False))
+    tensors = ImageFolder(root, preset, loader=ImageLoader())
+    assert_similar(read(tensors, True), read(tensors, False), NORMALIZED)
+
+
+def test_preset_of_scripts_is_fused(root):
+    """A class that only calls its chain is looked into, also within others."""
+    dataset = ImageFolder(root, v1.Compose([Preset(*training(v1)), v2.Identity()]))
+    assert said(dataset).startswith("Fused: RandomResizedCrop, RandomHorizontalFlip while decoding")
+    assert_similar(read(dataset, True), read(dataset, False), NORMALIZED)
+    dataset = ImageFolder(root, torch.nn.Sequential(*training(v2)))
+    assert "For each sample" not in said(dataset)
+    assert_similar(read(dataset, True), read(dataset, False), NORMALIZED)
+
+
+@pytest.mark.parametrize("cls", [DoesMore, Slotted])
+def test_other_classes_are_called(root, cls):
+    """A class that does more, or that cannot be looked into, is called as it is."""
+    dataset = ImageFolder(root, cls(*validation(v1)))
+    assert said(dataset).startswith("Fused: nothing.")
+    assert_same(read(dataset, True), read(dataset, False))
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+def test_subsets_and_unions_are_fused(root):
+    """What wraps datasets is as its parts, however deep."""
+    one = folder(root, *training(v1))
+    other = folder(root, *training(v2))
+    union = ConcatDataset([Subset(one, [5, 0, 3]), Subset(ConcatDataset([other, one]), range(2, 9))])
+    dataset = Subset(union, [9, 1, 4, 7, 2, 8, 3, 0])
+    assert said(dataset).count("while decoding") == 2
+    assert_similar(read(dataset, True), read(dataset, False), NORMALIZED)
+    assert_same(read(dataset, "exact"), read(dataset, False))
+
+
+def test_different_tails_meet_in_a_batch(root):
+    """Images with different tails, and unfused ones, are collated as torch does."""
+    scaled = folder(root, v1.Resize((40, 40)), v1.ToTensor())
+    normalized = folder(root, v1.Resize((40, 40)), v1.ToTensor(), v1.Normalize([0.5], [1]))
+    own = OwnDataset(root, v1.Compose([v1.Resize((40, 40)), v1.ToTensor()]))
+    dataset = ConcatDataset([scaled, normalized, own])
+    arguments = {"batch_size": 6, "shuffle": True}
+    assert "once per batch" in said(ConcatDataset([scaled, normalized]))
+    assert "the transforms of OwnDataset are done for each sample" in said(dataset)
+    for parts in ([scaled, normalized], [scaled, own], [own, normalized, scaled]):
+        union = ConcatDataset(parts)
+        assert_same(read(union, "exact", **arguments), read(union, False, **arguments))
+    assert_similar(read(dataset, True, **arguments), read(dataset, False, **arguments), 255)
+
+
+@pytest.fixture
+def food(tmp_path):
+    """Food101's files."""
+    for kind in ("pie", "soup"):
+        (tmp_path / "food-101" / "images" / kind).mkdir(parents=True)
+        for number in range(2):
+            path = tmp_path / "food-101" / "images" / kind / f"{number}.jpg"
+            path.write_bytes(as_jpeg(smooth(80, 100, seed=number)))
+    meta = tmp_path / "food-101" / "meta"
+    meta.mkdir()
+    names = {kind: [f"{kind}/{number}" for number in range(2)] for kind in ("pie", "soup")}
+    (meta / "train.json").write_text(json.dumps(names))
+    return tmp_path
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_other_datasets_of_torchvision(food, num_workers):
+    """Datasets of torchvision that open files with a loader are fused."""
+    dataset = Food101(food, "train", transform=v1.Compose(training(v1)), target_transform=str)
+    assert said(dataset).startswith("Fused: RandomResizedCrop, RandomHorizontalFlip while decoding")
+    arguments = {"shuffle": True, "num_workers": num_workers, "batch_size": 2}
+    fused = read(dataset, True, **arguments)
+    assert_similar(fused, read(dataset, False, **arguments), NORMALIZED)
+    assert set(itertools.chain(*(labels for _, labels in fused))) == {"0", "1"}
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """OxfordIIITPet's files."""
+    base = tmp_path / "oxford-iiit-pet"
+    for name in ("images", "annotations"):
+        (base / name).mkdir(parents=True)
+    for number in range(3):
+        (base / "images" / f"Cat_{number}.jpg").write_bytes(as_jpeg(smooth(60, 80, seed=number)))
+    lines = [f"Cat_{number} {number % 2 + 1} 1 1" for number in range(3)]
+    (base / "annotations" / "trainval.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_called_transform_is_fused(pets):
+    """Of a dataset that calls its `transforms`, not its `transform`, those are fused."""
+    dataset = OxfordIIITPet(pets, transform=v1.Compose([RESIZE, v1.ToTensor()]))
+    assert said(dataset).startswith("Fused: ToTensor once per batch. For each sample: Resize.")
+    assert_same(read(dataset, True), read(dataset, False))
+    dataset.transform = v1.Compose([v1.Resize((9, 9)), v1.PILToTensor()])  # Not called.
+    assert_same(read(dataset, True), read(dataset, False))
+
+
+def test_two_stages_read_and_decode(root):
+    """A generic folder is fused too, and its files are read in the load stage."""
+    dataset = DatasetFolder(root, opened_by_pil, ("jpg",), v1.Compose(validation(v1)))
+    assert "once per batch" in said(dataset)
+    dataset.loader = folder(root).loader
+    assert "while decoding" in said(dataset)
+    with DataLoader(dataset, batch_size=3, num_workers=2, fuse=True) as loader:
+        fused = list(loader)
+        assert [stage.name for stage in loader.stats().stages][:2] == ["load", "preprocess"]
+    assert_similar(fused, read(dataset, False), NORMALIZED)

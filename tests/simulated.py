@@ -242,21 +242,25 @@ class SimulatedTensor(torch.Tensor):
         return tensor
 
     @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # Before torch dispatches: it would ask for a driver of the device.
+        with torch._C.DisableTorchFunctionSubclass():
+            name, (tensor, *others) = getattr(func, "__name__", ""), args
+            simulator = getattr(tensor, "simulator", None)
+            if simulator is None:
+                return func(*args, **(kwargs or {}))
+            if name in {"copy_", "div_", "mul_", "sub_"}:
+                simulator.run(func, tensor, *others)
+                return tensor
+            if name == "view":
+                like = torch.empty(tensor.shape, dtype=tensor.dtype).view(*others)
+                return cls(tensor.block, like, tensor.device, simulator, owner=tensor)
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        aten, tensor = torch.ops.aten, args[0]
-        if func is aten.clone.default:
-            return tensor.clone_made
-        if func is aten.view.default:
-            like = torch.empty(tensor.shape, dtype=tensor.dtype).view(args[1])
-            return cls(tensor.block, like, tensor.device, tensor.simulator, owner=tensor)
-        if func is aten._to_copy.default and set(kwargs) == {"dtype"}:
-            like = torch.empty(tensor.shape, **kwargs)
-            made = tensor.simulator.empty(like, tensor.device)
-            tensor.simulator.run(aten.copy_.default, made, tensor)
-            return made
-        if func._schema.name in {"aten::copy_", "aten::div_", "aten::mul_", "aten::sub_"}:
-            tensor.simulator.run(func, *args)
-            return tensor
+        if func is torch.ops.aten.clone.default:
+            return args[0].clone_made
         raise NotImplementedError(f"the simulated device does not know {func}")
 
     def memory(self) -> Callable[[], torch.Tensor]:
@@ -496,6 +500,12 @@ class Simulator:
             block = self._allocate(like.numel() * like.element_size(), stream)
         return SimulatedTensor(block, like, device, self)
 
+    def converted(self, tensor: SimulatedTensor, dtype: torch.dtype) -> SimulatedTensor:
+        """Return a copy of a tensor that has another type."""
+        made = self._made(self.empty(torch.empty(tensor.shape, dtype=dtype), tensor.device))
+        self.run(torch.Tensor.copy_, made, tensor)
+        return made
+
     def _made(self, tensor: SimulatedTensor) -> SimulatedTensor:
         """Return a tensor that a function has made, so that a dispatch mode sees it."""
         seen = torch.Tensor._make_wrapper_subclass(
@@ -624,6 +634,8 @@ class Simulator:
         def to_or_copy(tensor, *args, **kwargs):
             device = kwargs.get("device", args[0] if args else None)
             device = torch.device(device) if isinstance(device, str) else device
+            if isinstance(tensor, SimulatedTensor) and isinstance(device, torch.dtype):
+                return self.converted(tensor, device)
             if not isinstance(device, torch.device) or device.type != TYPE:
                 return to(tensor, *args, **kwargs)
             return self.copy(tensor, device, kwargs.get("non_blocking", False))

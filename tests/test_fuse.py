@@ -7,13 +7,10 @@ not: they are compared on images whose pixels say where they are.
 
 from __future__ import annotations
 
-import collections
 import io
 import itertools
 import json
-import multiprocessing
 import pickle
-import types
 import warnings
 
 import numpy as np
@@ -36,7 +33,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from spdl_torch import DataLoader, ImageError, ImageLoader, ReplaceBadSamples, RetryLoad
 
-from .images import FORMATS, encoded, picture, tiered
+from .images import encoded, picture, tiered
 from .simulated import TYPE, Simulator, at_random, copies_first, copies_last, everything_last
 from .test_parity import assert_same
 from .tiers import pairwise, sampled
@@ -411,9 +408,7 @@ KNOWN = st.one_of(
     st.builds(lambda v, n, m: v.Resize(n, m), VERSIONS, st.one_of(NEAR, PAIRS), LINEAR),
     st.builds(lambda v, n: v.Resize([n], max_size=36), VERSIONS, NEAR),
     st.builds(lambda v, n, m: v.RandomResizedCrop(n, interpolation=m), VERSIONS, NEAR, LINEAR),
-    st.builds(
-        lambda v, n: v.RandomResizedCrop(n, scale=(0.5, 0.9), ratio=(1, 1)), VERSIONS, PAIRS
-    ),
+    st.builds(lambda v, n: v.RandomResizedCrop(n, scale=(0.5, 0.9), ratio=(1, 1)), VERSIONS, PAIRS),
     st.builds(lambda v, n: v.CenterCrop(n), VERSIONS, st.one_of(NEAR, PAIRS, st.just(70))),
     st.builds(lambda v, n: v.RandomCrop(n), VERSIONS, st.one_of(NEAR, PAIRS, st.just(50))),
     st.builds(lambda v, p: v.RandomHorizontalFlip(p), VERSIONS, st.sampled_from([0.5, 0, 1])),
@@ -454,7 +449,7 @@ ENDS = st.sampled_from(
         (51, lambda: [v2.ToImage(), v2.ToDtype(FLOAT, scale=True), v2.Normalize([0], [0.2])]),
         (255, lambda: [v2.ToDtype(FLOAT, scale=True)]),
         (255, lambda: [v1.ConvertImageDtype(FLOAT)]),
-        (1, lambda: []),
+        (1, list),
     ]
 )
 
@@ -651,7 +646,9 @@ def test_unknown_datasets_are_left_alone(small_root):
     """A dataset that is not torchvision's gives the same bits, and the plan says why."""
     chain = RESIZE, v1.ToTensor()
     own = OwnDataset(small_root, v1.Compose(chain))
-    assert said(own) == "Fused: nothing. Not more, because OwnDataset is not a known dataset of " + (
+    assert said(
+        own
+    ) == "Fused: nothing. Not more, because OwnDataset is not a known dataset of " + (
         "torchvision."
     )
     joint = cityscape_like(small_root)
@@ -727,9 +724,7 @@ def test_dataset_is_not_changed(small_root):
         assert (shape[2:], next(iter(loader))[0].shape[2:]) == ((30, 40), (16, 16))
 
 
-@pytest.mark.parametrize(
-    "std", [(1e-9, 0.5, 0.5), (0.0, 0.5, 0.5)], ids=["underflow", "zero"]
-)
+@pytest.mark.parametrize("std", [(1e-9, 0.5, 0.5), (0.0, 0.5, 0.5)], ids=["underflow", "zero"])
 def test_division_by_zero_raises(small_root, std):
     """A standard deviation that is zero in half precision raises what torchvision raises."""
     if 0.0 in std:
@@ -827,7 +822,9 @@ def test_subsets_and_unions_are_fused(root):
     """What wraps datasets is as its parts, however deep."""
     one = folder(root, *training(v1))
     other = folder(root, *training(v2))
-    union = ConcatDataset([Subset(one, [5, 0, 3]), Subset(ConcatDataset([other, one]), range(2, 9))])
+    union = ConcatDataset(
+        [Subset(one, [5, 0, 3]), Subset(ConcatDataset([other, one]), range(2, 9))]
+    )
     dataset = Subset(union, [9, 1, 4, 7, 2, 8, 3, 0])
     assert said(dataset).count("while decoding") == 2
     assert_similar(read(dataset, True), read(dataset, False), NORMALIZED)
@@ -907,3 +904,431 @@ def test_two_stages_read_and_decode(root):
         fused = list(loader)
         assert [stage.name for stage in loader.stats().stages][:2] == ["load", "preprocess"]
     assert_similar(fused, read(dataset, False), NORMALIZED)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+# Here the decoders interpolate colours in different ways, or convert inks. See test_image_pixels.
+FAR = {"jpeg 4:1:1": 4, "jpeg 4:1:0": 6, "jpeg ycck": 4, "jpeg cmyk": 0.7, "tiff cmyk": 0.7}
+FAR["jpeg progressive cmyk"] = 0.7
+FAR["jpeg lossless"] = FAR["jpeg 4:4:0"] = 0.7
+
+
+@pytest.mark.parametrize("name", tiered())
+def test_formats_are_alike(tmp_path, name):
+    """Every format gives an image of three channels that is like the unfused one."""
+    folder_of(tmp_path, [encoded(name, 60, 80), encoded(name, 64, 70)])
+    dataset = folder(tmp_path, v1.Resize((60, 70)), v1.ToTensor())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)  # PIL has one for some palettes.
+        unfused = outcome(dataset, False)
+        fused = outcome(dataset, True)
+    assert not isinstance(unfused, type), "PIL reads all of them"
+    assert_similar(fused, unfused, 255, mean=FAR.get(name, 1.0), worst=256)
+
+
+def test_deep_grey_is_as_unfused(tmp_path):
+    """Grey images of 16 bits, which PIL makes white, are just as white."""
+    folder_of(tmp_path, [encoded(name) for name in ("png grey 16", "tiff grey 16 big-endian")])
+    dataset = folder(tmp_path, *training(v1))
+    assert_same(read(dataset, True), read(dataset, False))
+    tensors = folder(tmp_path, *training(v2), loader=ImageLoader())
+    assert_similar(read(tensors, True), read(tensors, False), NORMALIZED, mean=1, worst=40)
+
+
+def only_pil_reads(name):
+    """A file that FFmpeg does not decode here, and PIL does."""
+    file = io.BytesIO()
+    smooth(70, 90).save(file, name)
+    return file.getvalue()
+
+
+PIL_ONLY = ["PPM", "TGA", "PCX", "SGI", "ICO"]
+ANY_HEAD = {
+    "training": training(v1)[:2],
+    "center": [v2.Resize(64), v2.CenterCrop(48)],
+    "crop": [v2.ToImage(), v1.RandomCrop((32, 40)), v2.RandomHorizontalFlip()],
+}
+
+
+@pytest.mark.parametrize("name", PIL_ONLY)
+def test_files_that_only_pil_reads(tmp_path, name):
+    """A file that FFmpeg cannot decode has the unfused pixels, with the same random numbers."""
+    folder_of(tmp_path, [only_pil_reads(name), as_jpeg(smooth(80, 60))])
+    for make in (training, validation):
+        dataset = folder(tmp_path, *make(v1))
+        fused, unfused = (read(dataset, fuse, batch_size=1) for fuse in (True, False))
+        assert_same(fused[0], unfused[0])
+        assert_similar(fused, unfused, NORMALIZED)
+
+
+@pytest.mark.parametrize("head", ANY_HEAD)
+def test_truncated_files_that_pil_allows(tmp_path, monkeypatch, head):
+    """If PIL is told to read damaged files, they have its pixels, with the same random numbers."""
+    monkeypatch.setattr(PIL.ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    whole = as_jpeg(smooth(80, 100))
+    folder_of(tmp_path, [whole[: len(whole) * 2 // 3], whole[: len(whole) // 2]])
+    end = [v1.ConvertImageDtype(FLOAT)] if head == "crop" else classic()
+    dataset = folder(tmp_path, *ANY_HEAD[head], *end)
+    assert "while decoding" in said(dataset)
+    arguments = {"batch_size": 1, "shuffle": True}
+    unfused = read(dataset, False, **arguments)
+    assert_similar(read(dataset, True, **arguments), unfused, 0.01, worst=0.01)
+    assert_same(read(dataset, "exact", **arguments), unfused)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """An image folder in which two files are damaged and one is empty."""
+    files = [as_jpeg(smooth(70, 90, seed=seed)) for seed in range(8)]
+    files[2] = files[2][:900]
+    files[5] = b"this is no image"
+    files[6] = b""
+    return folder_of(tmp_path, files)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("number", [2, 5, 6])
+def test_damaged_file_raises_the_same(damaged, number, num_workers):
+    """A damaged file raises what it raises without fuse, and a missing one too."""
+    dataset = folder(damaged, *training(v1))
+    arguments = {"batch_size": 1, "num_workers": num_workers, "sampler": [0, number]}
+    types_raised = set()
+    for fuse in (False, True, "exact"):
+        with DataLoader(dataset, fuse=fuse, **arguments) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            with pytest.raises(OSError, match="file") as caught:
+                next(iterator)
+            types_raised.add((type(caught.value), str(caught.value).partition("/")[0]))
+    assert len(types_raised) == 1
+    (damaged / "a" / "00.jpg").unlink()
+    for fuse in (False, True):
+        with (
+            pytest.raises(FileNotFoundError),
+            DataLoader(dataset, fuse=fuse, **arguments) as loader,
+        ):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_samples_are_the_same(damaged, num_workers):
+    """The same samples are replaced, for the same reasons."""
+    dataset = folder(damaged, *training(v1))
+    arguments = {"batch_size": 4, "shuffle": True, "num_workers": num_workers, "seed": 2}
+    found = {}
+    for fuse in (False, True, "exact"):
+        policy = ReplaceBadSamples(max_count=3, max_fraction=None)
+        with DataLoader(dataset, fuse=fuse, on_error=policy, **arguments) as loader:
+            batches = list(loader)
+            bad = {(sample.index, sample.error.partition("(")[0]) for sample in loader.bad_samples}
+        found[fuse] = batches, bad
+    assert {index for index, _ in found[False][1]} == {2, 5, 6}
+    assert found[True][1] == found["exact"][1] == found[False][1]
+    assert_same(found["exact"][0], found[False][0])
+    assert_similar(found[True][0], found[False][0], NORMALIZED)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_files_are_read_again(damaged, num_workers):
+    """RetryLoad reads a file again, and decodes it once."""
+    dataset = folder(damaged, *training(v2), loader=ImageLoader())
+    assert "while decoding" in said(dataset)
+    (damaged / "a" / "00.jpg").unlink()
+    policy = RetryLoad(attempts=3, backoff=0)
+    arguments = {"num_workers": num_workers, "on_error": policy, "fuse": True}
+    for index, error, num_retries in [
+        (0, FileNotFoundError, 2),
+        (5, ImageError, 0),
+    ]:
+        with DataLoader(dataset, sampler=[index], **arguments) as loader:
+            with pytest.raises(error):
+                next(iter(loader))
+            assert loader.num_retries == num_retries
+
+
+def test_small_images_are_padded(tmp_path):
+    """An image that is smaller than its crop is padded by torchvision."""
+    folder_of(tmp_path, [as_jpeg(smooth(40, 90)), as_jpeg(smooth(90, 40)), as_jpeg(smooth(90, 90))])
+    for loader in (folder(tmp_path).loader, ImageLoader()):
+        dataset = folder(
+            tmp_path,
+            *(v2.CenterCrop(50), v2.RandomHorizontalFlip(), v2.ToImage()),
+            v2.ToDtype(FLOAT, scale=True),
+            loader=loader,
+        )
+        assert "Fused: CenterCrop, RandomHorizontalFlip while decoding" in said(dataset)
+        fused, unfused = read(dataset, True), read(dataset, False)
+        assert_same([batch[1] for batch in fused], [batch[1] for batch in unfused])
+        assert_similar(fused, unfused, 255)
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+WORKERS = [
+    {"num_workers": 0},
+    {"num_workers": 1, "num_processes": 0},
+    {"num_workers": 2, "num_processes": 0},
+    {"num_workers": 2, "num_processes": 0, "copy_dataset": True},
+    {"num_workers": 1, "num_processes": 1},
+    {"num_workers": 2, "num_processes": 1},
+    {"num_workers": 2, "num_processes": 2},
+    {"num_workers": 2},
+    {"num_workers": 2, "num_processes": 1, "persistent_workers": True},
+    {"num_workers": 2, "worker_method": "multiprocessing"},
+]
+SPAWNED = [
+    {"num_workers": 1, "multiprocessing_context": "spawn"},
+    {"num_workers": 1, "worker_method": "multiprocessing", "multiprocessing_context": "spawn"},
+]
+
+
+def workers_name(arguments):
+    return "-".join(f"{name}={value}" for name, value in arguments.items())
+
+
+@pytest.mark.children
+@pytest.mark.parametrize(
+    "workers",
+    [*WORKERS[1:], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in SPAWNED)],
+    ids=workers_name,
+)
+@pytest.mark.parametrize("fuse", sampled([True, "exact"], 2))
+def test_any_workers_make_the_same_bits(root, workers, fuse):
+    """With a seed the bits are the same wherever the workers are, in every epoch."""
+    dataset = folder(root, *training(v1))
+    arguments = {"batch_size": 4, "shuffle": True, "seed": 1, "fuse": fuse}
+    with DataLoader(dataset, **arguments) as loader:
+        expected = [list(loader), list(loader)]
+    with DataLoader(dataset, **arguments, **workers) as loader:
+        ours = [list(loader), list(loader)]
+    assert_same(ours, expected)
+    assert ours[0][0][0].stride() == expected[0][0][0].stride()
+
+
+@pytest.mark.children
+def test_plan_names_workers_and_fusion(root):
+    """The plan says where the workers live, which fuse does not change, and what is fused."""
+    dataset = folder(root, *training(v1))
+    fused, unfused = (DataLoader(dataset, num_workers=2, fuse=fuse).plan for fuse in (True, False))
+    assert (fused.num_workers, fused.num_processes) == (2, 1)
+    assert str(fused).startswith(str(unfused))
+    assert (len(fused.fusions), unfused.fusions) == (1, ())
+    parts = fused.fusions[0]
+    assert [len(part) for part in (parts.while_decoding, parts.per_sample, parts.per_batch)] == [
+        *(2, 0, 2)
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("fuse", [True, "exact"])
+def test_epoch_is_resumed_in_its_middle(root, fuse, num_workers):
+    """A saved state goes on with the same bits, also with other workers."""
+    dataset = folder(root, *training(v1))
+    arguments = {"batch_size": 1, "shuffle": True, "seed": 3, "fuse": fuse}
+    with DataLoader(dataset, num_workers=num_workers, **arguments) as loader:
+        iterator = iter(loader)
+        for _ in range(2):
+            next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        expected = list(iterator)
+    with DataLoader(dataset, num_workers=2 - num_workers, **arguments) as loader:
+        loader.load_state_dict(state)
+        assert_same(list(loader), expected)
+    with DataLoader(dataset, **(arguments | {"fuse": False})) as loader:
+        loader.load_state_dict(state)
+        assert_similar(expected, list(loader), NORMALIZED)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+DEVICE_TAILS = {
+    "classic": classic,
+    "modern": modern,
+    "half": lambda: [*classic(), v1.ConvertImageDtype(torch.float16)],
+    "bytes": lambda: [v2.ToImage(), v2.ToDtype(torch.float16)],
+}
+SCHEDULES = [everything_last, copies_last, copies_first, at_random(0)]
+
+
+def simulated(monkeypatch, schedule):
+    simulator = Simulator(schedule)
+    simulator.install(monkeypatch)
+    return simulator
+
+
+def read_on_device(simulator, loader):
+    """What the kernels of a loop read that lets go of each batch at once."""
+    readings = []
+    for images, labels in loader:
+        assert images.device.type == TYPE
+        readings.append((simulator.read(images), simulator.read(labels)))
+        del images, labels
+    simulator.finish()
+    return [(images.value, labels.value) for images, labels in readings]
+
+
+def num_bytes_copied(simulator):
+    """The sizes of the pinned blocks that were copied."""
+    return [
+        call.about.memory.size if hasattr(call.about, "memory") else None
+        for call in simulator.calls
+        if call.what == "copy" and call.about is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tail", "num_workers"), pairwise(SCHEDULES, DEVICE_TAILS, [0, 2])
+)
+def test_bytes_cross_to_the_device(root, monkeypatch, schedule, tail, num_workers):
+    """A batch is copied as bytes, and arrives as the CPU would have made it."""
+    dataset = Subset(folder(root, v1.Resize((32, 32)), *DEVICE_TAILS[tail]()), [0, 1, 2, 3] * 4)
+    expected = [tuple(batch) for batch in read(dataset, True, batch_size=2)]
+    simulator = simulated(monkeypatch, schedule)
+    arguments = {"batch_size": 2, "num_workers": num_workers, "device": TYPE}
+    with DataLoader(dataset, fuse=True, **arguments) as loader:
+        arrived = read_on_device(simulator, loader)
+    assert_same(arrived, expected)
+    assert "once per batch, on the device" in said(dataset, **arguments)
+    # Blocks are powers of two. As floats, the images would need a block of 32 KiB.
+    assert set(num_bytes_copied(simulator)) == {512, 1 << 13}
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bytes_cross_from_children(root, monkeypatch, schedule):
+    """Batches of child processes cross as bytes too, from memory that is registered."""
+    dataset = Subset(folder(root, v1.Resize((96, 96)), *classic()), [0, 1, 2, 3] * 4)
+    expected = [tuple(batch) for batch in read(dataset, True, batch_size=2)]
+    simulator = simulated(monkeypatch, schedule)
+    with DataLoader(dataset, 2, fuse=True, num_workers=2, device=TYPE) as loader:
+        arrived = read_on_device(simulator, loader)
+    assert_same(arrived, expected)
+    copies = [call.about for call in simulator.calls if call.what == "copy"]
+    assert any(hasattr(about, "num_bytes") for about in copies), "nothing came from a segment"
+    assert max(size or 0 for size in num_bytes_copied(simulator)) <= 1 << 16
+
+
+def test_unlike_images_cross_finished(root, tmp_path, monkeypatch):
+    """Images that cannot be finished on the device are finished before."""
+    chain = [v1.Lambda(grey_if_wide), v2.ToImage(), v2.RGB(), v2.ToDtype(FLOAT, scale=True)]
+    dataset = folder(root, v1.Resize((32, 32)), *chain)
+    expected = [tuple(batch) for batch in read(dataset, False, batch_size=6)]
+    simulator = simulated(monkeypatch, copies_last)
+    with DataLoader(dataset, 6, fuse=True, device=TYPE) as loader:
+        arrived = read_on_device(simulator, loader)
+    assert_similar(arrived, expected, 255)
+
+
+def grey_if_wide(image):
+    return image.convert("L") if image.getpixel((0, 0))[0] > 128 else image
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_other_devices_get_the_result(root, device, num_workers):
+    """On other devices a batch has its shape and type, and on the CPU its values."""
+    dataset = folder(root, *training(v1), v1.ConvertImageDtype(torch.float16))
+    arguments = {"batch_size": 4, "seed": 1}
+    expected = read(dataset, True, **arguments)
+    batches = read(dataset, True, device=device, num_workers=num_workers, **arguments)
+    if device == "cpu":
+        assert_same(batches, expected)
+        return
+    for (images, _), (others, _) in zip(batches, expected, strict=True):
+        assert images.device.type == "meta"
+        assert (images.shape, images.dtype) == (others.shape, others.dtype)
+        assert images.stride() == others.stride()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_pinned(root, monkeypatch, num_workers):
+    """With pin_memory=True the batch is made in pinned memory, and has its values."""
+    dataset = folder(root, *training(v1))
+    expected = read(dataset, True)
+    simulator = simulated(monkeypatch, copies_first)
+    batches = read(dataset, True, pin_memory=True, num_workers=num_workers)
+    assert_same(batches, expected)
+    assert all(simulator.is_of_allocator(tensor) for batch in batches for tensor in batch)
+
+
+@pytest.mark.children
+@pytest.mark.parametrize("workers", [WORKERS[5], WORKERS[9]], ids=workers_name)
+def test_batches_of_children_are_pinned(root, monkeypatch, workers):
+    """Batches of worker processes are pinned, or arrive on the device, too."""
+    dataset = folder(root, *training(v1))
+    expected = read(dataset, True)
+    simulated(monkeypatch, copies_first)
+    assert_same(read(dataset, True, pin_memory=True, **workers), expected)
+    meta = read(dataset, True, device="meta", **workers)
+    assert [batch[0].dtype for batch in meta] == [FLOAT] * len(expected)
+
+
+# -- how large the difference is -------------------------------------------------------------------
+
+
+def test_difference_is_measured(root, tmp_path):
+    """The plan measures by how much pixels differ: not at all with "exact"."""
+    for make in (training, validation):
+        dataset = folder(root, *make(v1))
+        assert 0 < DataLoader(dataset, fuse=True).plan.pixel_difference(6) < 0.5
+        assert DataLoader(dataset, fuse="exact").plan.pixel_difference() == 0
+        assert DataLoader(dataset).plan.pixel_difference() == 0
+    whole = [v2.ToImage(), v2.RandomHorizontalFlip(), v2.ToDtype(FLOAT, scale=True)]
+    folder_of(tmp_path, [encoded("png rgb", 50, 60)])
+    lossless = folder(tmp_path, *whole)
+    assert "while decoding" in said(lossless)
+    assert DataLoader(lossless, fuse=True).plan.pixel_difference(1) == 0
+    state = torch.get_rng_state()
+    DataLoader(folder(root, *training(v1)), fuse=True).plan.pixel_difference(2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_difference_of_several_parts(root):
+    """The difference of several datasets is the mean of theirs, and that of none is 0."""
+    fused, own = folder(root, *validation(v1)), OwnDataset(root)
+    alone = DataLoader(fused, fuse=True).plan.pixel_difference()
+    union = ConcatDataset([fused, own])
+    assert DataLoader(union, fuse=True).plan.pixel_difference() == pytest.approx(alone / 2)
+    assert DataLoader(Subset(own, [0]), fuse=True).plan.pixel_difference() == 0
+    fused.samples = []
+    assert DataLoader(fused, fuse=True).plan.pixel_difference() == 0
+
+
+# -- bicubic ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    pairwise(["png rgb", "jpeg 4:4:4", "jpeg 4:2:0", "png grey 8"], [(96, 128), (60, 200), 300]),
+)
+def test_bicubic_equals_pil(name, size):
+    """ImageLoader(interpolation="bicubic") has the pixels that PIL resizes to."""
+    data = as_jpeg(smooth(240, 320)) if name == "jpeg 4:4:4" else encoded(name)
+    image = PIL.Image.open(io.BytesIO(data)).convert("RGB")
+    cubic, linear = (
+        ImageLoader(size, interpolation=name).decode(data).int() for name in ("bicubic", "bilinear")
+    )
+    expected = F.pil_to_tensor(v1.Resize(size, InterpolationMode.BICUBIC)(image)).int()
+    difference = (cubic - expected).abs().double().mean()
+    assert difference <= (1.2 if name == "jpeg 4:2:0" else 0.6)
+    if name != "jpeg 4:2:0":  # There colours make most of the difference.
+        assert difference < (linear - expected).abs().double().mean()
+
+
+@pytest.mark.parametrize("value", ["nearest", InterpolationMode.BICUBIC, None, 3])
+def test_unknown_interpolation_is_an_error(value):
+    """An interpolation that is not known is an error that says which are."""
+    with pytest.raises(ValueError, match='interpolation must be "bilinear" or "bicubic", got'):
+        ImageLoader(32, interpolation=value)
+
+
+def test_interpolation_is_shown():
+    """The interpolation is an attribute, and part of the text of a loader."""
+    loader = ImageLoader(32, interpolation="bicubic")
+    assert loader.interpolation == "bicubic"
+    assert "interpolation='bicubic'" in repr(loader)
+    assert "interpolation='bilinear'" in repr(ImageLoader())

@@ -98,7 +98,10 @@ class Fusion:
         """Return by how much fused decoding changes some images: the mean, in levels of 255."""
         if self.head is None or len(self.dataset) == 0:
             return 0.0
-        twins = self._twin(None, None), self._twin(self.head, None)
+        # Of bytes, also if the tail is not fused.
+        rest = self.chain[self.head.num_transforms :]
+        fusion = dataclasses.replace(self, tail=tail_of(rest, is_on_device=False))
+        twins = fusion._twin(None, None), fusion._twin(self.head, None)
         step = max(1, len(self.dataset) // num_samples)
         found = [_difference(*twins, n) for n in range(0, len(self.dataset), step)[:num_samples]]
         return sum(found) / len(found)

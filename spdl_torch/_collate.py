@@ -71,6 +71,9 @@ def _collate_tensors(
     return torch.stack(samples)
 
 
+_KNOWN_COLLATES = (collate_tensor_fn, _collate_tensors)
+
+
 def _collate_images(
     images: Sequence[DeferredImage],
     *,
@@ -84,7 +87,10 @@ def _collate_images(
             {None if image.pixels is None else image.pixels.shape for image in images},
         )
         (shape,) = shapes if len(shapes) == 1 else (None,)
-        if shape is None or any(image.tail != tail for image in images):
+        # Users may collate tensors with a function of their own.
+        collate_tensors = (collate_fn_map or default_collate_fn_map).get(torch.Tensor)
+        is_known = getattr(collate_tensors, "func", collate_tensors) in _KNOWN_COLLATES
+        if not is_known or shape is None or any(image.tail != tail for image in images):
             return collate([image.result() for image in images], collate_fn_map=collate_fn_map)
         if tail.is_on_device:
             batch = empty((len(images), *shape), dtype=torch.uint8)

@@ -337,7 +337,7 @@ class DataLoader(
 
 
 def _fused(settings: LoaderSettings) -> LoaderSettings:
-    if settings.fuse is False:
+    if not settings.fuse:
         return settings
     from ._fuse import fused  # noqa: PLC0415
 
@@ -345,7 +345,7 @@ def _fused(settings: LoaderSettings) -> LoaderSettings:
 
 
 def _fusions(settings: LoaderSettings) -> tuple[Fusion, ...]:
-    if settings.fuse is False:
+    if not settings.fuse:
         return ()
     from ._fuse import fusions_of  # noqa: PLC0415
 
@@ -356,7 +356,7 @@ def _with_can_fuse(stats: LoaderStats, settings: LoaderSettings) -> LoaderStats:
     """Note in the statistics of a CPU-bound loader whether `fuse=True` would do something."""
     # Without this module it is no dataset of torchvision.
     is_folder = "torchvision.datasets" in sys.modules and stats.verdict.kind == "cpu-bound"
-    if settings.fuse is not False or not is_folder:
+    if settings.fuse or not is_folder:
         return stats
     fusions = _fusions(replace(settings, fuse=True))
     return replace(stats, can_fuse=any(each.head or each.tail for each in fusions))

@@ -22,6 +22,8 @@ What it models, because the loader relies on it:
   use if it is not registered any more. It has to be mapped until it is unregistered.
 * A call of the runtime that fails is the last error of its thread. The next kernel that the thread
   launches raises it.
+* The kernels of simple arithmetic are queued on the current stream too. They have the addresses of
+  their tensors and do not keep them alive.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,17 +225,37 @@ class _Lease(np.ndarray):
 class SimulatedTensor(torch.Tensor):
     block: Block
     simulator: Simulator
+    owner: SimulatedTensor | None
+    """The tensor that this is a view of."""
     clone_made: torch.Tensor
 
     @staticmethod
-    def __new__(cls, block, like, device, simulator):
+    def __new__(cls, block, like, device, simulator, owner=None):
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         tensor.block = block
         tensor.simulator = simulator
-        weakref.finalize(tensor, simulator.free, block)
+        tensor.owner = owner
+        if owner is None:
+            weakref.finalize(tensor, simulator.free, block)
         return tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # Before torch dispatches: it would ask for a driver of the device.
+        with torch._C.DisableTorchFunctionSubclass():
+            name, (tensor, *others) = getattr(func, "__name__", ""), args
+            simulator = getattr(tensor, "simulator", None)
+            if simulator is None:
+                return func(*args, **(kwargs or {}))
+            if name in {"copy_", "div_", "mul_", "sub_"}:
+                simulator.run(func, tensor, *others)
+                return tensor
+            if name == "view":
+                like = torch.empty(tensor.shape, dtype=tensor.dtype).view(*others)
+                return cls(tensor.block, like, tensor.device, simulator, owner=tensor)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -240,10 +263,20 @@ class SimulatedTensor(torch.Tensor):
             return args[0].clone_made
         raise NotImplementedError(f"the simulated device does not know {func}")
 
+    def memory(self) -> Callable[[], torch.Tensor]:
+        """Return a function that returns what is at the tensor's address at that time."""
+        block, shape, dtype = self.block, self.shape, self.dtype
+        num_bytes = self.numel() * dtype.itemsize
+        return lambda: block.memory[:num_bytes].view(dtype).view(shape)
+
     def record_stream(self, stream):
         with self.simulator.call("record_stream", stream, self.block):
             if stream is not self.block.stream:
                 self.block.used_on.add(stream)
+
+
+def _given(value: Any) -> Any:
+    return value
 
 
 @dataclass
@@ -440,16 +473,46 @@ class Simulator:
         """Queue a kernel that reads a tensor. It has its address and does not keep it alive."""
         assert isinstance(tensor, SimulatedTensor), f"{type(tensor)} is not on the device"
         reading = Reading()
-        block, shape, dtype = tensor.block, tensor.shape, tensor.dtype
-        num_bytes = tensor.numel() * dtype.itemsize
+        memory = tensor.memory()
         stream = self.current_stream(tensor.device)
 
         def kernel() -> None:
-            reading.value = block.memory[:num_bytes].clone().view(dtype).view(shape)
+            reading.value = memory().clone()
 
-        with self.call("kernel", stream, block):
+        with self.call("kernel", stream, tensor.block):
             stream.put(kernel)
         return reading
+
+    def run(self, func: Any, target: SimulatedTensor, *others: Any) -> None:
+        """Queue a kernel that changes a tensor."""
+        memories = [
+            other.memory() if isinstance(other, SimulatedTensor) else partial(_given, other)
+            for other in (target, *others)
+        ]
+        stream = self.current_stream(target.device)
+        with self.call("kernel", stream, target.block):
+            stream.put(lambda: func(*(memory() for memory in memories)))
+
+    def empty(self, like: torch.Tensor, device: torch.device) -> SimulatedTensor:
+        """Allocate a tensor on the current stream."""
+        stream = self.current_stream(device)
+        with self.call("allocate", stream):
+            block = self._allocate(like.numel() * like.element_size(), stream)
+        return SimulatedTensor(block, like, device, self)
+
+    def converted(self, tensor: SimulatedTensor, dtype: torch.dtype) -> SimulatedTensor:
+        """Return a copy of a tensor that has another type."""
+        made = self._made(self.empty(torch.empty(tensor.shape, dtype=dtype), tensor.device))
+        self.run(torch.Tensor.copy_, made, tensor)
+        return made
+
+    def _made(self, tensor: SimulatedTensor) -> SimulatedTensor:
+        """Return a tensor that a function has made, so that a dispatch mode sees it."""
+        seen = torch.Tensor._make_wrapper_subclass(
+            SimulatedTensor, tensor.shape, device=tensor.device
+        )
+        seen.clone_made = tensor
+        return torch.ops.aten.clone.default(seen)
 
     def copy(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
         index = self.current_device() if device.index is None else device.index
@@ -476,10 +539,7 @@ class Simulator:
                 pinned.copies.append(done)
         if not non_blocking:
             self.host_wait(done)
-        # A dispatch mode sees it, as it sees a real copy.
-        seen = torch.Tensor._make_wrapper_subclass(SimulatedTensor, source.shape, device=device)
-        seen.clone_made = tensor
-        return torch.ops.aten.clone.default(seen)
+        return self._made(tensor)
 
     def _allocate(self, num_bytes: int, stream: Stream) -> Block:
         for entry in list(self._freed_in_use):
@@ -546,17 +606,25 @@ class Simulator:
     # -- how torch comes to know it --------------------------------------------------------------
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        empty, ones, to = torch.empty, torch.ones, torch.Tensor.to
+        empty, ones, to, as_tensor = torch.empty, torch.ones, torch.Tensor.to, torch.as_tensor
         accelerator = torch.device(TYPE)
 
-        def empty_or_pinned(*args, pin_memory=False, **kwargs):
-            tensor = empty(*args, **kwargs)
+        def is_simulated(device: Any) -> bool:
+            return device is not None and torch.device(device).type == TYPE
+
+        def as_tensor_or_copy(data, dtype=None, device=None):
+            if is_simulated(device):
+                return self.copy(as_tensor(data, dtype=dtype), device, non_blocking=False)
+            return as_tensor(data, dtype=dtype, device=device)
+
+        def empty_or_pinned(*args, pin_memory=False, device=None, **kwargs):
+            if is_simulated(device):
+                return self._made(self.empty(empty(*args, **kwargs), torch.device(device)))
+            tensor = empty(*args, device=device, **kwargs)
             return self.empty_pinned(tensor.shape, tensor.dtype) if pin_memory else tensor
 
         def ones_or_launch(*args, device=None, **kwargs):
-            if device is None or torch.device(device).type != TYPE:
-                return ones(*args, device=device, **kwargs)
-            return self.launch()
+            return self.launch() if is_simulated(device) else ones(*args, device=device, **kwargs)
 
         def pin_memory(tensor, *_):
             if self.is_pinned(tensor):
@@ -566,12 +634,15 @@ class Simulator:
         def to_or_copy(tensor, *args, **kwargs):
             device = kwargs.get("device", args[0] if args else None)
             device = torch.device(device) if isinstance(device, str) else device
+            if isinstance(tensor, SimulatedTensor) and isinstance(device, torch.dtype):
+                return self.converted(tensor, device)
             if not isinstance(device, torch.device) or device.type != TYPE:
                 return to(tensor, *args, **kwargs)
             return self.copy(tensor, device, kwargs.get("non_blocking", False))
 
         monkeypatch.setattr(torch, TYPE, self, raising=False)
         monkeypatch.setattr(torch, "empty", empty_or_pinned)
+        monkeypatch.setattr(torch, "as_tensor", as_tensor_or_copy)
         monkeypatch.setattr(torch, "ones", ones_or_launch)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: self.is_pinned(tensor))
         monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)

@@ -106,7 +106,8 @@ def _only_calls(transform: Any) -> Any:
     is_same = code.co_code == template.co_code and code.co_argcount == template.co_argcount
     if not is_same or len(code.co_names) != 1:
         return None
-    return vars(transform).get(code.co_names[0])
+    # With __slots__ it has no dictionary, and is called as it is.
+    return getattr(transform, "__dict__", {}).get(code.co_names[0])
 
 
 # -- head ------------------------------------------------------------------------------------------
@@ -296,7 +297,10 @@ def _normalize_of(transform: Any) -> Normalize | None:
     if not all(isinstance(values, list | tuple) for values in (mean, std)):
         return None
     are_known = len(mean) in {1, 3} and len(std) in {1, 3} and _are_numbers([*mean, *std])
-    return Normalize(tuple(mean), tuple(std)) if are_known and all(std) else None
+    # torchvision refuses one that is 0 as a number of the image's type, which may be half a float.
+    if not are_known or not torch.tensor(std, dtype=torch.float16).all():
+        return None
+    return Normalize(tuple(mean), tuple(std))
 
 
 # -- the chain in the place of a dataset's transform -----------------------------------------------

@@ -96,9 +96,12 @@ class Fusion:
 
     def pixel_difference(self, num_samples: int) -> float:
         """Return by how much fused decoding changes some images: the mean, in levels of 255."""
-        if self.head is None:
+        if self.head is None or len(self.dataset) == 0:
             return 0.0
-        twins = self._twin(None, None), self._twin(self.head, None)
+        # Of bytes, also if the tail is not fused.
+        rest = self.chain[self.head.num_transforms :]
+        fusion = dataclasses.replace(self, tail=tail_of(rest, is_on_device=False))
+        twins = fusion._twin(None, None), fusion._twin(self.head, None)
         step = max(1, len(self.dataset) // num_samples)
         found = [_difference(*twins, n) for n in range(0, len(self.dataset), step)[:num_samples]]
         return sum(found) / len(found)
@@ -137,9 +140,10 @@ def _difference(one: Any, other: Any, index: int) -> float:
 
 def fused(settings: LoaderSettings) -> LoaderSettings:
     """Return the settings with a dataset that makes the same batches, but quicker."""
-    if settings.fuse is False or settings.is_iterable:
+    if not settings.fuse or settings.is_iterable:
         return settings
-    dataset = _replaced(settings.dataset, lambda leaf: _fusion_of(leaf, settings).fused_dataset())
+    fusions = iter(fusions_of(settings))
+    dataset = _replaced(settings.dataset, lambda _: next(fusions).fused_dataset())
     if dataset is settings.dataset:
         return settings
     is_default = settings.collate_fn in _DEFAULT_COLLATES
@@ -156,7 +160,17 @@ def fusions_of(settings: LoaderSettings) -> tuple[Fusion, ...]:
         return leaf
 
     _replaced(settings.dataset, look)
-    return tuple(found)
+    unfinished = next((fusion for fusion in found if fusion.tail is None), None)
+    if unfinished is None:
+        return tuple(found)
+    # A batch may have samples of several datasets. Then all are finished before, or none.
+    reason = f"the transforms of {type(unfinished.dataset).__name__} are done for each sample"
+    return tuple(
+        fusion
+        if fusion.tail is None
+        else dataclasses.replace(fusion, tail=None, reasons=(*fusion.reasons, reason))
+        for fusion in found
+    )
 
 
 def _replaced(dataset: Any, replace: Callable[[Any], Any]) -> Any:
@@ -186,7 +200,9 @@ def _fusion_of(dataset: Any, settings: LoaderSettings) -> Fusion:
     if type(dataset.transforms) not in (StandardTransform, type(None)):
         reason = f"the transforms of {name} change images and targets together"
         return Fusion(dataset, reasons=(reason,))
-    chain = tuple(flattened(dataset.transform))
+    # Users may have put another transform into the attribute that the dataset does not call.
+    called = dataset if "transform" in used else dataset.transforms
+    chain = tuple(flattened(getattr(called, "transform", None)))
     head, decoding, why_no_head = _head_of(dataset, chain, used, settings)
     tail, why_no_tail = _tail_of(chain[head.num_transforms if head else 0 :], settings)
     reasons = tuple(filter(None, (why_no_head, why_no_tail)))
@@ -224,9 +240,11 @@ def _tail_of(chain: tuple[Transform, ...], settings: LoaderSettings) -> tuple[Ta
 def _names_used_by_reading(dataset: Any) -> set[str]:
     """Return the names in the `__getitem__` of a dataset, if that is one of torchvision's."""
     method = getattr(type(dataset), "__getitem__", None)
-    is_torchvisions = getattr(method, "__module__", "").startswith("torchvision.datasets.")
-    has_own = "__getitem__" in vars(dataset) or getattr(dataset, "__getitems__", None)
-    if not is_torchvisions or has_own:
+    # A list has no attributes of its own, and its method is of no module.
+    module = getattr(method, "__module__", None) or ""
+    if not module.startswith("torchvision.datasets."):
+        return set()
+    if "__getitem__" in vars(dataset) or getattr(dataset, "__getitems__", None):
         return set()
     code = getattr(method, "__code__", None)
     return set() if code is None else set(code.co_names)
@@ -235,7 +253,8 @@ def _names_used_by_reading(dataset: Any) -> set[str]:
 def _known_loader(loader: Any) -> tuple[Kind, Decoding] | None:
     """Return what a loader returns, and how it decodes, if both are known."""
     if loader in (default_loader, pil_loader) and torchvision.get_image_backend() == "PIL":
-        return "pil", Decoding()
+        # PIL's convert("RGB") cuts grey values of 16 bits off at 255, so nearly all become white.
+        return "pil", Decoding(takes_deep_grey=False)
     has_geometry = type(loader) is ImageLoader and any(getattr(loader, name) for name in _GEOMETRY)
     if type(loader) is not ImageLoader or loader.mode != "RGB" or has_geometry:
         return None

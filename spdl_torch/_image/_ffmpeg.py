@@ -239,6 +239,11 @@ def output_of(frame: VideoFrame, mode: Mode, file: ImageFile) -> Output:
     return _RGB_ALPHA if file.has_alpha and _has_alpha(frame) else _RGB
 
 
+def is_deep_grey(frame: VideoFrame) -> bool:
+    """Return whether an image is grey, without alpha, and has 16 bits."""
+    return frame.format.name in {"gray16be", "gray16le"}
+
+
 def _has_alpha(frame: VideoFrame) -> bool:
     if frame.format.has_palette:
         palette = np.asarray(memoryview(frame.planes[1]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torchvision.tv_tensors import Image
 
-from ._ffmpeg import Mode, Resampling, ThreadTools, output_of, pixels_of
+from ._ffmpeg import Mode, Resampling, ThreadTools, is_deep_grey, output_of, pixels_of
 from ._file import ImageError, parsed
 from ._geometry import Orientation, Plan, Size, center_box, in_words, random_box, resized
 
@@ -202,6 +202,8 @@ class Decoding(NamedTuple):
     apply_exif_orientation: bool = False
     reducing_gap: float | None = 3.0
     max_pixels: int | None = _MAX_PIXELS
+    takes_deep_grey: bool = True
+    """Keep the high byte of grey images of 16 bits; otherwise they are an ImageError."""
 
 
 MakePlan = Callable[[Size, torch.Generator | None], Plan]
@@ -222,7 +224,7 @@ def _planned(make_plan: MakePlan, generator: torch.Generator | None, size: Size)
 
 
 def _pixels(data: bytes, decoding: Decoding, make_plan: Callable[[Size], Plan]) -> torch.Tensor:
-    mode, interpolation, apply_exif_orientation, reducing_gap, max_pixels = decoding
+    mode, interpolation, apply_exif_orientation, reducing_gap, max_pixels, takes_deep = decoding
     file = parsed(data, max_pixels)
     orientation = _AS_STORED
     if apply_exif_orientation or file.codec == "tiff":
@@ -237,6 +239,8 @@ def _pixels(data: bytes, decoding: Decoding, make_plan: Callable[[Size], Plan]) 
             top, _, height, _ = orientation.stored_box(plan.box, plan.seen_size)
             num_rows = min(file.size[0], top + height + _MARGIN_ROWS)
     frame = _tools.decode(file, reduction, num_rows, max_pixels)
+    if not takes_deep and is_deep_grey(frame):
+        raise ImageError("it is grey and has 16 bits")
     size = frame.height, frame.width
     plan = plan or make_plan(orientation.seen_size(size))
     output = output_of(frame, mode, file)

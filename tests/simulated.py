@@ -44,6 +44,9 @@ import numpy as np
 import pytest
 import torch
 
+from spdl_torch import _deferred
+from spdl_torch._device import _copies
+
 TYPE = "privateuseone"
 POISON = 0xA5
 
@@ -640,6 +643,9 @@ class Simulator:
                 return to(tensor, *args, **kwargs)
             return self.copy(tensor, device, kwargs.get("non_blocking", False))
 
+        # What the package keeps for a device would keep the memory of this one after the test.
+        monkeypatch.setattr(_copies, "_side_streams", {})
+        monkeypatch.setattr(_deferred, "_column", _deferred._column.__wrapped__)
         monkeypatch.setattr(torch, TYPE, self, raising=False)
         monkeypatch.setattr(torch, "empty", empty_or_pinned)
         monkeypatch.setattr(torch, "as_tensor", as_tensor_or_copy)

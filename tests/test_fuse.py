@@ -504,7 +504,7 @@ def test_any_chain_is_equivalent(small_root, case):
 
 @pytest.mark.exhaustive
 @settings(
-    max_examples=3000,
+    max_examples=600,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -508,7 +508,7 @@ def test_leak_per_loader_is_seen(kind, pool):
 
 # -- by the thousand -------------------------------------------------------------------------------
 
-NUM_DROPPED = 400 * SOAK
+NUM_DROPPED = 1000 * SOAK
 
 
 def drop_many(number, use, pool):
@@ -1226,7 +1226,7 @@ def test_ctrl_c_leaves_no_thread(kind, pool, monkeypatch):
     # What is interrupted in a finaliser is not raised but reported.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with CtrlC(seed=0, longest_seconds=0.006) as ctrl_c:
-        for _ in range(30 * SOAK):
+        for _ in range(60 * SOAK):
             try:
                 ctrl_c.is_listening = True
                 for number, _ in enumerate(loader_of(kind, 16, pool=pool)):

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
-from spdl_torch import DataLoader
+from spdl_torch import DataLoader, StagedDataset
 
 from .datasets import PATIENCE_SECONDS, Squares, Uneven
 from .tiers import sampled
@@ -824,3 +824,25 @@ def test_kept_batches_are_copied_at_last():
     assert len(caught) == 1
     assert [int(batch.unique()) for batch in batches] == list(range(300))
     assert len(os.listdir("/proc/self/fd")) - before < 256 + 10  # noqa: PTH208
+
+
+class QuickToLoad(StagedDataset):
+    """Loading is ten times as quick as preprocessing; a sample says which thread has loaded it."""
+
+    def __len__(self):
+        return 64 * 12
+
+    def load(self, index):
+        threading.Event().wait(0.0001)
+        return threading.get_ident()
+
+    def preprocess(self, raw):
+        threading.Event().wait(0.002)
+        return raw
+
+
+def test_busy_preprocessing_wakes_few_loaders():
+    """Load workers stay asleep while the stage behind them has enough to do."""
+    loader = DataLoader(QuickToLoad(), batch_size=64, num_workers=1, num_processes=1)
+    num_threads = [len(set(batch.tolist())) for batch in loader]
+    assert sorted(num_threads)[len(num_threads) // 2] <= 3, num_threads

@@ -193,8 +193,9 @@ class _Server:
                 timeout = _FIRST_WAIT_SECONDS if self.unfinished else None
                 continue
             # Work was not as cheap as it seemed, or samples wait for one another.
-            self.stages[0].wake_idle(only_if_starved=False)
-            if timeout == _HEARTBEAT_SECONDS:
+            is_heartbeat = timeout == _HEARTBEAT_SECONDS
+            self.stages[0].wake_idle(only_if_starved=not is_heartbeat)
+            if is_heartbeat:
                 self.connection.send(self._figures())
             timeout = _HEARTBEAT_SECONDS if self.unfinished else None
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ._bad_samples import BadSample, ReplaceBadSamples, RetryLoad, TooManyBadSamples
+from ._cache import Cache, CacheDirectoryError, CacheStats
 from ._dataloader import DataLoader
 from ._dataset import StagedDataset
 from ._device import transfer
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadSample",
+    "Cache",
+    "CacheDirectoryError",
+    "CacheStats",
     "CachedLoader",
     "DataLoader",
     "DistributedDeterministicSampler",

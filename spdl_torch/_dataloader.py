@@ -15,17 +15,19 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ._bad_samples import BadSample, BadSamplePolicy, ReplaceBadSamples, RetryLoad
+from ._cache import Cache, SampleCache, with_cache
 from ._dataset import collate_of
 from ._device import device_of
 from ._engine import warn_caller
 from ._epochs import Epochs
 from ._event_loops import EventLoop
 from ._iterator import EpochIterator, LiveIterators
+from ._machine import num_cores
 from ._plan import Plan, plan_of
 from ._profiling import Profile, make_profile
 from ._resume import set_sampler_epoch
 from ._settings import LoaderSettings, advice_on, check_arguments
-from ._stats import LoaderStats, num_cores, stats_of
+from ._stats import LoaderStats, stats_of
 
 if TYPE_CHECKING:
     from ._fuse import Fusion
@@ -74,6 +76,8 @@ class DataLoader(
             resize and flip while the image is decoded, convert and normalise once per batch. Pixels
             differ by less than half a level on average. ``"exact"`` does only the latter, with the
             same bits. What is not known exactly is called as it is; `plan` says what is fused.
+        cache: a `Cache` for what is the same in every epoch: bytes that were loaded, decoded
+            images, or samples. Random transforms still run in each epoch. For map-style datasets.
         seed: fixes the order and what every sample draws through torch or `sample_rng`, whatever
             the number and kind of workers; in child processes, also what it draws from `random`
             and `numpy.random`. Each epoch draws other numbers; `set_epoch` chooses one.
@@ -135,6 +139,7 @@ class DataLoader(
         preprocess_executor: Executor | None = None,
         copy_dataset: bool = False,
         fuse: bool | Literal["exact"] = False,
+        cache: Cache | None = None,
         seed: int | None = None,
         on_error: Literal["raise"] | Policy | Sequence[Policy] = "raise",
         device: torch.device | str | None = None,
@@ -149,6 +154,7 @@ class DataLoader(
         self.preprocess_executor = preprocess_executor
         self.copy_dataset = copy_dataset
         self.fuse = fuse
+        self.cache = cache
         self.seed = seed
         self.on_error = on_error
         self.device = device
@@ -160,6 +166,8 @@ class DataLoader(
         self._live = LiveIterators()
         self._epochs = Epochs(worker_method)
         self._reported_length: int | None = None
+        self._sample_cache: SampleCache | None = None
+        """The cache as the last epoch uses it."""
         self._iterator: EpochIterator | None = None  # type: ignore[assignment]
         """The iterator with the persistent workers."""
         check_arguments(self, dataset, num_workers, prefetch_factor, generator)
@@ -193,7 +201,8 @@ class DataLoader(
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         self._live.check_open()
-        settings = _fused(LoaderSettings.of(self))
+        settings = self._settings()
+        self._sample_cache = settings.sample_cache
         iterator = self._iterator
         # A persistent iterator may have been closed by an error in a worker's set-up, or belong to
         # the process that this one was forked from.
@@ -249,8 +258,15 @@ class DataLoader(
     @property
     def plan(self) -> Plan:
         """Where the workers live and what is fused, and why. `print(loader.plan)` says it."""
+        settings = self._settings()
+        cache = "" if settings.sample_cache is None else str(settings.sample_cache)
+        plan = plan_of(settings)
+        return replace(plan, fusions=_fusions(LoaderSettings.of(self)), cache=cache)
+
+    def _settings(self) -> LoaderSettings:
+        """Return the settings of an epoch, with the dataset that it uses and its cache."""
         settings = LoaderSettings.of(self)
-        return replace(plan_of(settings), fusions=_fusions(settings))
+        return with_cache(_fused(settings), settings.dataset)
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -267,7 +283,7 @@ class DataLoader(
 
         `print(loader.stats().verdict)` says what bounds the loop and what to change.
         """
-        stats = stats_of(self._epochs.clock, self._bad_sample_policy)
+        stats = stats_of(self._epochs.clock, self._bad_sample_policy, self._sample_cache)
         return _with_can_fuse(stats, LoaderSettings.of(self))
 
     def profile(
@@ -330,7 +346,12 @@ class DataLoader(
             return self.__dict__
         # Threads cannot be copied; the copy starts its own.
         epochs = self._epochs.copied(LoaderSettings.of(self))
-        return self.__dict__ | {"_iterator": None, "_live": LiveIterators(), "_epochs": epochs}
+        return self.__dict__ | {
+            "_iterator": None,
+            "_sample_cache": None,
+            "_live": LiveIterators(),
+            "_epochs": epochs,
+        }
 
 
 # -- fuse: imported when it is needed, because it imports FFmpeg and torchvision -------------------

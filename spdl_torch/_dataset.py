@@ -159,7 +159,7 @@ def hooks_of(dataset: Any, *, batched: bool) -> Hooks:
         return _staged_hooks(dataset, batched)
     if type(dataset) is Subset:
         return _subset_hooks(dataset, batched)
-    if _is_image_folder(dataset):
+    if is_image_folder(dataset):
         return Hooks(partial(_read_of_folder, dataset), partial(_decode_of_folder, dataset))
     return _fused_hooks(dataset, batched)
 
@@ -220,7 +220,7 @@ def _subset_hooks(subset: Subset[Any], batched: bool) -> Hooks:
     return Hooks(None, _getitem_of(subset))
 
 
-def _is_image_folder(dataset: Any) -> bool:
+def is_image_folder(dataset: Any) -> bool:
     """Return whether this is a torchvision folder with an `ImageLoader`, neither overridden."""
     folder = sys.modules.get("torchvision.datasets.folder")
     image = sys.modules.get(f"{__package__}._image")

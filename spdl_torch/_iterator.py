@@ -98,7 +98,8 @@ class _EpochLoop:
         self._clock = source.clock
         self._stats_log: StatsLog | None = None
         if settings.stats_interval is not None:
-            stats = partial(stats_of, self._clock, settings.bad_sample_policy)
+            cache = settings.sample_cache
+            stats = partial(stats_of, self._clock, settings.bad_sample_policy, cache)
             self._stats_log = StatsLog(settings.stats_interval, stats)
         self._num_delivered = 0
         self.iterator: EpochIterator | None = None

@@ -42,18 +42,20 @@ class Plan:
     """The workers would live in child processes if the dataset could be pickled."""
     fusions: tuple[Fusion, ...] = ()
     """What `fuse` does with each dataset that the loader's dataset consists of."""
+    cache: str = ""
+    """What `cache` keeps, and where."""
 
     def pixel_difference(self, num_samples: int = 16) -> float:
         """Return by how much `fuse` changes the pixels: the mean difference, in levels of 255.
 
-        Some images are decoded in both ways, with the same random numbers. 0.0 if decoding is not
-        fused. Transforms that it does not know are called too, so they should be deterministic or
-        draw from torch.
+        Some images are decoded in both ways, with the same random numbers, and compared as they are
+        before the other transforms. 0.0 if decoding is not fused.
         """
         return _mean([fusion.pixel_difference(num_samples) for fusion in self.fusions])
 
     def __str__(self) -> str:
-        return "\n".join([self._where(), *dict.fromkeys(map(str, self.fusions))])
+        lines = [self._where(), *dict.fromkeys(map(str, self.fusions)), self.cache]
+        return "\n".join(filter(None, lines))
 
     def _where(self) -> str:
         if self.num_workers == 0:

@@ -15,6 +15,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from operator import ne
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -83,6 +84,8 @@ class SampleRng:
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
+        self.num_uses = 0
+        """How often one of the generators was asked for."""
         self._seeded_at: Any = None
         self._seed = 0
         self._torch_is_seeded = False
@@ -151,6 +154,7 @@ class SampleRng:
         self._seeded_at = None
 
     def _begin_sample(self) -> None:
+        self.num_uses += 1
         position = self._cursor.position
         if position != self._seeded_at:
             self._seeded_at = position
@@ -410,6 +414,34 @@ def sample_context(cursor: Cursor | None = None) -> contextlib.AbstractContextMa
         return SampleRngMode(cursor)
     redirect_random(_current_torch_generator)  # torchvision may have been imported meanwhile.
     return use_rng(None if cursor is None else SampleRng(cursor))
+
+
+class DrawWatch:
+    """Tells whether the calling thread has drawn random numbers since this was made.
+
+    In a worker process that is all of torch, `random` and `numpy.random`. Elsewhere another thread
+    may draw from the generators of the process too, which counts as well. Generators that the
+    user's code has made itself are not watched.
+    """
+
+    def __init__(self) -> None:
+        self._rng = _current_rng.get()
+        self._num_uses = 0 if self._rng is None else self._rng.num_uses
+        self._states = self._of_process()
+
+    def has_drawn(self) -> bool:
+        if self._rng is not None and self._rng.num_uses != self._num_uses:
+            return True
+        return any(map(ne, self._states, self._of_process()))
+
+    def _of_process(self) -> list[Any]:
+        states: list[Any] = []
+        if self._rng is None:
+            states.append(torch.default_generator.get_state().numpy().tobytes())
+        if not is_redirected() or self._rng is None:
+            kind, keys, *rest = np.random.get_state()
+            states += [random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)]
+        return states
 
 
 # -- the process-wide generators ------------------------------------------------------------------

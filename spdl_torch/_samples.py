@@ -66,6 +66,7 @@ class SampleMaker(Dataset[Any]):
         self._batched = settings.batched
         self._uses_batch_hooks = settings.uses_batch_hooks
         self._policy = settings.bad_sample_policy
+        self._sample_cache = settings.sample_cache
         self._cursor = KeyCursor()
         self._stage = ""
         """The stage of the sample that is being made."""
@@ -77,7 +78,9 @@ class SampleMaker(Dataset[Any]):
 
     @cached_property
     def _hooks(self) -> Hooks:
-        return hooks_of(self.dataset, batched=self._uses_batch_hooks)
+        hooks = hooks_of(self.dataset, batched=self._uses_batch_hooks)
+        cache = self._sample_cache
+        return hooks if cache is None else cache.hooks(self.dataset, hooks)
 
     @cached_property
     def _mode(self) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from ._bad_samples import BadSamplePolicy, policies_of
-from ._dataset import hooks_of
+from ._dataset import Hooks, hooks_of
 from ._event_loops import EventLoop
 
 
@@ -49,6 +49,8 @@ class LoaderSettings:
     copy_dataset: bool
     fuse: Any
     """False, True or "exact"."""
+    cache: Any
+    """The user's `Cache`, or None."""
     seed: int | None
     snapshot_every_n_steps: int | None
     stats_interval: float | None
@@ -58,6 +60,8 @@ class LoaderSettings:
     event_loop: EventLoop
     reported_length: int | None
     """The length of an iterable dataset, if `len(loader)` has asked for it."""
+    sample_cache: Any = None
+    """The cache, opened for the dataset; None without one."""
 
     @classmethod
     def of(cls, loader: Any) -> LoaderSettings:
@@ -67,6 +71,7 @@ class LoaderSettings:
             "bad_sample_policy": loader._bad_sample_policy,
             "event_loop": loader._event_loop,
             "reported_length": loader._reported_length,
+            "sample_cache": None,
         }
         names = [field.name for field in dataclasses.fields(cls) if field.name not in resolved]
         return cls(**{name: getattr(loader, name) for name in names}, **resolved)
@@ -88,6 +93,13 @@ class LoaderSettings:
     def uses_batch_hooks(self) -> bool:
         """Whether hooks may take a whole batch. If one fails, the bad sample is not known."""
         return self.batched and not self.bad_sample_policy.replaces
+
+    def hooks_of(self, dataset: Any) -> Hooks:
+        """Return the hooks of the dataset, or of a worker's copy of it."""
+        hooks = hooks_of(dataset, batched=self.uses_batch_hooks)
+        if self.sample_cache is not None:
+            hooks = self.sample_cache.hooks(dataset, hooks)
+        return hooks
 
     @property
     def index_sampler(self) -> Any:
@@ -210,6 +222,8 @@ def _check_combination(loader: Any, dataset: Any, num_workers: int) -> None:
             f"{given[0]} is for worker threads, but num_workers=0 loads in the calling thread. "
             f"Set num_workers to 1 or more, or leave out {given[0]}."
         )
+    if loader.cache is not None:
+        _check_cache(loader, dataset, num_workers)
     replace, retry = policies_of(loader.on_error)
     if replace is not None or retry is not None:
         given.append("on_error")
@@ -243,6 +257,26 @@ def _check_combination(loader: Any, dataset: Any, num_workers: int) -> None:
         "num_workers.",
         stacklevel=4,
     )
+
+
+def _check_cache(loader: Any, dataset: Any, num_workers: int) -> None:
+    if not hasattr(loader.cache, "store"):
+        raise TypeError(f'cache must be a Cache, such as Cache("8GB"), got {loader.cache!r}.')
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "cache is for map-style datasets: samples of an IterableDataset have no index to be "
+            "found by. Leave out cache."
+        )
+    if loader.preprocess_executor is not None:
+        raise ValueError(
+            "preprocess_executor has processes of its own, which do not share the cache. "
+            "Leave out one of them."
+        )
+    if loader.worker_method == "multiprocessing" and num_workers > 0:
+        raise ValueError(
+            'cache is for worker threads, but worker_method is "multiprocessing". '
+            "Leave out one of them."
+        )
 
 
 def advice_on(message: str) -> str | None:

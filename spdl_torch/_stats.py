@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ._bad_samples import BadSamplePolicy
+from ._cache import CacheStats, SampleCache
 from ._engine import EpochClock, LoopStats, StageStats
+from ._machine import num_cores
 from ._text import aligned, duration, home_of_workers, number, percent, ratio, size
 from ._verdict import Verdict, verdict_on
 
@@ -72,6 +73,8 @@ class LoaderStats:
     """In how many child processes the worker threads live; 0 for this process."""
     can_fuse: bool = False
     """Workers compute most of the time, and `fuse=True` would make some of that quicker."""
+    cache: CacheStats | None = None
+    """What the `cache` of the loader has done in this epoch, if it has one."""
 
     def __str__(self) -> str:
         verdict = self.verdict
@@ -102,14 +105,9 @@ def _with_properties(figures: StageStats | LoopStats) -> dict[str, Any]:
     return dataclasses.asdict(figures) | {name: getattr(figures, name) for name in names}
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def stats_of(clock: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderStats:
+def stats_of(
+    clock: EpochClock, bad_sample_policy: BadSamplePolicy, cache: SampleCache | None = None
+) -> LoaderStats:
     read = clock.read()
     return LoaderStats(
         kind=clock.kind,
@@ -120,6 +118,7 @@ def stats_of(clock: EpochClock, bad_sample_policy: BadSamplePolicy) -> LoaderSta
         num_retries=bad_sample_policy.num_retries,
         num_cores=num_cores(),
         num_processes=clock.num_processes,
+        cache=None if cache is None else cache.stats(),
         **read._asdict(),
     )
 
@@ -153,6 +152,8 @@ def _loop_lines(stats: LoaderStats) -> Iterator[str]:
     )
     if stats.kind == "thread":
         yield f"      {home_of_workers(stats.num_processes)}"
+    if stats.cache is not None:
+        yield f"      {stats.cache}"
     if stats.num_bad_samples or stats.num_retries:
         yield f"      {stats.num_bad_samples} bad samples replaced, {stats.num_retries} retries"
 

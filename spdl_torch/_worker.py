@@ -28,7 +28,7 @@ from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 from torch.utils.data.graph_settings import apply_random_seed
 
 from ._collate import collate_in, default_collate
-from ._dataset import Hooks, completed, hooks_of
+from ._dataset import Hooks, completed
 from ._dataset_copy import DatasetCopies, of_copy
 from ._device import Transfer
 from ._engine import PendingBatch, WorkerCursor
@@ -144,7 +144,7 @@ class WorkerSetup:
             return dataset
 
     def _hooks_of(self, dataset: Any) -> Hooks:
-        return hooks_of(dataset, batched=self.settings.uses_batch_hooks)
+        return self.settings.hooks_of(dataset)
 
     def _collate_of(self, dataset: Any) -> Hook:
         collate = of_copy(self.collate_fn, self.dataset, dataset)

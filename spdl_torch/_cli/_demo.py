@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from .. import DataLoader
-from .._stats import num_cores
+from .._machine import num_cores
 from ._images import ImageJob
 from ._screen import Screen, counted, table_of
 

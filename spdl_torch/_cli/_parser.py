@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .._stats import num_cores
+from .._machine import num_cores
 from .._version import __version__
 
 

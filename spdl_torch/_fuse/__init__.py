@@ -7,7 +7,17 @@ in the place of its loader and its transform. So the rest of the package knows n
 for how to collate a `DeferredImage`.
 """
 
-from ._datasets import Fusion, fused, fusions_of
+from ._chain import FusedTransform, flattened, is_exactly
+from ._datasets import Fusion, fused, fusions_of, names_used_by_reading
 from ._head import FusedLoader
 
-__all__ = ["FusedLoader", "Fusion", "fused", "fusions_of"]
+__all__ = [
+    "FusedLoader",
+    "FusedTransform",
+    "Fusion",
+    "flattened",
+    "fused",
+    "fusions_of",
+    "is_exactly",
+    "names_used_by_reading",
+]

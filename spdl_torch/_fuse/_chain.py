@@ -52,20 +52,20 @@ _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def flattened(transform: Any) -> list[Transform]:
     """Return the transforms of a chain, without what only holds others."""
     cls = type(transform)
-    if transform is None or _is(transform, v2.Identity):
+    if transform is None or is_exactly(transform, v2.Identity):
         return []
-    if _is(transform, v1.Compose, v2.Compose):
+    if is_exactly(transform, v1.Compose, v2.Compose):
         return [part for each in transform.transforms for part in flattened(each)]
-    if _is(transform, torch.nn.Sequential):
+    if is_exactly(transform, torch.nn.Sequential):
         return [part for each in transform for part in flattened(each)]
-    if (cls.__module__, cls.__name__) == _PRESET and _is(transform, cls):
+    if (cls.__module__, cls.__name__) == _PRESET and is_exactly(transform, cls):
         return flattened(_of_preset(transform))
     if (inner := _only_calls(transform)) is not None:
         return flattened(inner)
     return [transform]
 
 
-def _is(transform: Any, *classes: type) -> bool:
+def is_exactly(transform: Any, *classes: type) -> bool:
     """Return whether a transform is of exactly one of these classes, and nothing was added."""
     if type(transform) not in classes:
         return False
@@ -157,13 +157,15 @@ def head_of(chain: Sequence[Transform], kind: Kind) -> Head | None:
 
 def _kind_after(transform: Any, kind: Kind) -> Kind | None:
     """Return what a transform converts uint8 images of a kind to, if it does only that."""
-    if _is(transform, v2.ToImage):
+    if is_exactly(transform, v2.ToImage):
         return "image"
-    if _is(transform, *_PIL_TO_TENSOR) and (kind == "pil" or _is(transform, v2.PILToTensor)):
+    if is_exactly(transform, *_PIL_TO_TENSOR) and (
+        kind == "pil" or is_exactly(transform, v2.PILToTensor)
+    ):
         return "tensor" if kind == "pil" else kind
-    if _is(transform, v2.RGB):  # All images have three channels already.
+    if is_exactly(transform, v2.RGB):  # All images have three channels already.
         return kind
-    if _is(transform, v2.ToPureTensor):
+    if is_exactly(transform, v2.ToPureTensor):
         return "tensor" if kind == "image" else kind
     return None
 
@@ -171,7 +173,7 @@ def _kind_after(transform: Any, kind: Kind) -> Kind | None:
 def _step_of(transform: Any, kind: Kind) -> tuple[HeadStep | None, str | None]:
     """Return the step for a transform, and how it resizes, if it does."""
     make_step = _STEPS.get(type(transform))
-    if make_step is None or not _is(transform, type(transform)):
+    if make_step is None or not is_exactly(transform, type(transform)):
         return None, None
     mode = _FILTERS.get(getattr(transform, "interpolation", None))
     # PIL always resizes antialiased.
@@ -249,20 +251,20 @@ def _tail(transforms: Sequence[Transform], *, is_on_device: bool) -> Tail | None
     is_float = False
     operations: list[Operation] = []
     for number, transform in enumerate(transforms):
-        if _is(transform, v2.ToImage, v2.ToPureTensor):
+        if is_exactly(transform, v2.ToImage, v2.ToPureTensor):
             continue
-        if _is(transform, *_TO_TENSOR) and number == 0:
+        if is_exactly(transform, *_TO_TENSOR) and number == 0:
             is_float = True
             operations.append(Scale("divide"))
-        elif _is(transform, *_PIL_TO_TENSOR) and number == 0:
+        elif is_exactly(transform, *_PIL_TO_TENSOR) and number == 0:
             continue
         elif (dtype := _dtype_of(transform)) is not None:
             if is_float:
                 operations.append(Cast(dtype))
                 continue
             is_float, first_dtype = True, dtype
-            if not _is(transform, v2.ToDtype):
-                divides = _is(transform, v1.ConvertImageDtype)
+            if not is_exactly(transform, v2.ToDtype):
+                divides = is_exactly(transform, v1.ConvertImageDtype)
                 operations.append(Scale("divide" if divides else "multiply"))
             elif cast(Any, transform).scale:
                 operations.append(Scale("multiply"))
@@ -277,21 +279,28 @@ def _tail(transforms: Sequence[Transform], *, is_on_device: bool) -> Tail | None
         Arithmetic(first_dtype, tuple(operations)),
         is_on_device,
         tuple(transforms),
-        takes_pil=_is(first, *_TO_TENSOR, *_PIL_TO_TENSOR, v2.ToImage),
-        takes_tensor=not _is(first, *_ONLY_PIL),
+        takes_pil=is_exactly(first, *_TO_TENSOR, *_PIL_TO_TENSOR, v2.ToImage),
+        takes_tensor=not is_exactly(first, *_ONLY_PIL),
     )
+
+
+def is_of_tail(transform: Transform) -> bool:
+    """Return whether a transform may be a part of a tail."""
+    known = (*_TO_TENSOR, *_PIL_TO_TENSOR, v2.ToImage, v2.ToPureTensor)
+    has_dtype = _dtype_of(transform) is not None
+    return is_exactly(transform, *known) or has_dtype or _normalize_of(transform) is not None
 
 
 def _dtype_of(transform: Any) -> torch.dtype | None:
     """Return what a transform converts tensors to, if it is a floating-point type."""
-    if not _is(transform, v1.ConvertImageDtype, v2.ConvertImageDtype, v2.ToDtype):
+    if not is_exactly(transform, v1.ConvertImageDtype, v2.ConvertImageDtype, v2.ToDtype):
         return None
     dtype = transform.dtype
     return dtype if isinstance(dtype, torch.dtype) and dtype in _FLOATS else None
 
 
 def _normalize_of(transform: Any) -> Normalize | None:
-    if not _is(transform, v1.Normalize, v2.Normalize):
+    if not is_exactly(transform, v1.Normalize, v2.Normalize):
         return None
     mean, std = transform.mean, transform.std
     if not all(isinstance(values, list | tuple) for values in (mean, std)):
@@ -342,10 +351,10 @@ def _as_after_head(
     if kind != "pil":
         return pixels.as_subclass(Image) if kind == "image" else pixels, transforms
     first = transforms[0] if transforms else None
-    if _is(first, *_TO_TENSOR):
+    if is_exactly(first, *_TO_TENSOR):
         return pixels.to(torch.get_default_dtype()).div(255), transforms[1:]
-    if _is(first, *_PIL_TO_TENSOR):
+    if is_exactly(first, *_PIL_TO_TENSOR):
         return pixels, transforms[1:]
-    if _is(first, v2.ToImage):
+    if is_exactly(first, v2.ToImage):
         return pixels.as_subclass(Image), transforms[1:]
     return to_pil_image(pixels), transforms

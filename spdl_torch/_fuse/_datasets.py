@@ -20,7 +20,7 @@ from .. import _collate
 from .._deferred import Tail
 from .._image import Decoding, ImageLoader
 from .._settings import LoaderSettings
-from ._chain import FusedTransform, Kind, Transform, flattened, head_of, tail_of
+from ._chain import FusedTransform, Kind, Transform, flattened, head_of, is_of_tail, tail_of
 from ._head import FusedLoader, Head
 
 _DEFAULT_COLLATES: Final = (torch.utils.data.default_collate, _collate.default_collate)
@@ -98,9 +98,8 @@ class Fusion:
         """Return by how much fused decoding changes some images: the mean, in levels of 255."""
         if self.head is None or len(self.dataset) == 0:
             return 0.0
-        # Of bytes, also if the tail is not fused.
-        rest = self.chain[self.head.num_transforms :]
-        fusion = dataclasses.replace(self, tail=tail_of(rest, is_on_device=False))
+        # As they are after the head: bytes.
+        fusion = dataclasses.replace(self, chain=self.while_decoding, tail=None)
         twins = fusion._twin(None, None), fusion._twin(self.head, None)
         step = max(1, len(self.dataset) // num_samples)
         found = [_difference(*twins, n) for n in range(0, len(self.dataset), step)[:num_samples]]
@@ -134,7 +133,7 @@ def _difference(one: Any, other: Any, index: int) -> float:
             torch.manual_seed(index)
             image = dataset[index][0]
         image = image if isinstance(image, torch.Tensor) else pil_to_tensor(image)
-        images.append(image.double() * (255 if image.is_floating_point() else 1))
+        images.append(image.double())
     return float((images[0] - images[1]).abs().mean())
 
 
@@ -194,7 +193,7 @@ def _replaced(dataset: Any, replace: Callable[[Any], Any]) -> Any:
 def _fusion_of(dataset: Any, settings: LoaderSettings) -> Fusion:
     """Return what can be fused of a dataset that wraps no other."""
     name = type(dataset).__name__
-    used = _names_used_by_reading(dataset)
+    used = names_used_by_reading(dataset)
     if not used & {"transform", "transforms"}:
         return Fusion(dataset, reasons=(f"{name} is not a known dataset of torchvision",))
     if type(dataset.transforms) not in (StandardTransform, type(None)):
@@ -233,11 +232,13 @@ def _tail_of(chain: tuple[Transform, ...], settings: LoaderSettings) -> tuple[Ta
         return None, "collate_fn is not torch's default_collate"
     tail = tail_of(chain, is_on_device=settings.device is not None)
     if tail is None and chain:
-        return None, f"a chain that ends with {_name(chain[-1])} is done for each sample"
+        # What is behind it may be a known tail for another chain.
+        last = next((step for step in reversed(chain) if not is_of_tail(step)), chain[-1])
+        return None, f"a chain that ends with {_name(last)} is done for each sample"
     return tail, ""
 
 
-def _names_used_by_reading(dataset: Any) -> set[str]:
+def names_used_by_reading(dataset: Any) -> set[str]:
     """Return the names in the `__getitem__` of a dataset, if that is one of torchvision's."""
     method = getattr(type(dataset), "__getitem__", None)
     # A list has no attributes of its own, and its method is of no module.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,7 +12,20 @@ import torchvision.transforms.functional as F  # noqa: N812 (torchvision's own n
 from torchvision.transforms import InterpolationMode
 from torchvision.tv_tensors import Image
 
-from .._image import Box, Decoding, ImageError, Plan, Size, center_box, decoded, random_box, resized
+from .._image import (
+    Box,
+    Decoding,
+    ImageError,
+    Plan,
+    Size,
+    WholeImage,
+    center_box,
+    decoded,
+    random_box,
+    rendered,
+    resized,
+    whole,
+)
 
 
 class TooSmall(Exception):  # noqa: N818 (not an error: torchvision pads such an image)
@@ -23,7 +37,7 @@ class Geometry:
 
     def __init__(self, size: Size) -> None:
         self._seen_size = size
-        self._box = Box(0, 0, *size)
+        self._box: Box | None = None
         self._resized: Size | None = None
         self._kept: Box | None = None
         self._is_mirrored = False
@@ -33,12 +47,14 @@ class Geometry:
         """The size of the image after the steps so far."""
         if self._kept is not None:
             return self._kept.size
-        return self._resized or self._box.size
+        return self._resized or (self._box.size if self._box else self._seen_size)
 
     def crop(self, box: Box) -> None:
         if self._is_mirrored:
             box = box._replace(left=self.size[1] - box.left - box.width)
-        outer = self._box if self._resized is None else self._kept or Box(0, 0, *self._resized)
+        outer = self._box if self._resized is None else self._kept
+        if outer is None:
+            outer = Box(0, 0, *self.size)
         box = box._replace(top=outer.top + box.top, left=outer.left + box.left)
         if self._resized is None:
             self._box = box
@@ -53,11 +69,8 @@ class Geometry:
         self._is_mirrored = not self._is_mirrored
 
     def plan(self) -> Plan:
-        is_whole = self._box.size == self._seen_size
-        size = self._resized or self._box.size
-        return Plan(
-            self._seen_size, None if is_whole else self._box, size, self._kept, self._is_mirrored
-        )
+        size = self._resized or (self._box.size if self._box else self._seen_size)
+        return Plan(self._seen_size, self._box, size, self._kept, self._is_mirrored)
 
 
 class HeadStep(Protocol):
@@ -159,6 +172,17 @@ class Head:
     def is_random(self) -> bool:
         return any(step.is_random for step in self.steps)
 
+    def resized_size(self, size: Size) -> Size:
+        """Return what an image of a size is resized to, before it may be cropped once more."""
+        for step in self.steps:
+            if isinstance(step, ResizeStep):
+                return step.size_of(size)
+            if isinstance(step, RandomResizedCropStep | CenterCropStep | RandomCropStep):
+                size = step.size
+                if isinstance(step, RandomResizedCropStep):
+                    return size
+        return size
+
     def plan(self, size: Size, generator: torch.Generator | None) -> Plan:
         geometry = Geometry(size)
         for step in self.steps:
@@ -186,7 +210,7 @@ class FusedLoader:
     def __init__(self, head: Head, original: Callable[[Any], Any], decoding: Decoding) -> None:
         self.head = head
         self.original = original
-        self._decoding = decoding._replace(interpolation=head.interpolation)
+        self.decoding = decoding._replace(interpolation=head.interpolation)
 
     def __call__(self, path: Any) -> Any:
         return self.decode(self.read(path), path)
@@ -198,6 +222,30 @@ class FusedLoader:
 
     def decode(self, data: bytes, path: Any) -> torch.Tensor | Unfused:
         """CPU: return the pixels after the head, or the image before it, as `Unfused`."""
+        return self._finish(path, partial(decoded, data, self.decoding))
+
+    def decode_whole(
+        self, data: bytes, path: Any, *, max_side: int | None = None
+    ) -> WholeImage | None:
+        """CPU: return the image before the head, for `render`.
+
+        None: `decode` would decode a part of its pixels only, or the dataset's own loader opens it.
+        """
+        try:
+            return whole(data, self.decoding, self.head.resized_size, max_side=max_side)
+        except ImageError:
+            self.original(path)  # Raises what it raises without a cache, if the file is damaged.
+            return None
+
+    def render(self, image: WholeImage, path: Any) -> torch.Tensor | Unfused:
+        """CPU: return what `decode` returns for the file of an image."""
+        return self._finish(path, partial(rendered, image, self.decoding))
+
+    @property
+    def is_random(self) -> bool:
+        return self.head.is_random
+
+    def _finish(self, path: Any, make: Callable[..., torch.Tensor]) -> torch.Tensor | Unfused:
         plan: Plan | None = None
 
         def make_plan(size: Size, generator: torch.Generator | None) -> Plan:
@@ -206,7 +254,7 @@ class FusedLoader:
             return plan
 
         try:
-            return decoded(data, self._decoding, make_plan, draws=self.head.is_random)
+            return make(make_plan, draws=self.head.is_random)
         except (ImageError, TooSmall):
             image = self.original(path)
             if plan is None:  # Nothing was drawn.

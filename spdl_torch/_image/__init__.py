@@ -2,7 +2,7 @@
 
 from ._file import ImageError
 from ._geometry import Box, Plan, Size, center_box, random_box, resized
-from ._loader import Decoding, ImageLoader, decoded
+from ._loader import Decoding, ImageLoader, WholeImage, decoded, rendered, whole
 
 __all__ = [
     "Box",
@@ -11,8 +11,11 @@ __all__ = [
     "ImageLoader",
     "Plan",
     "Size",
+    "WholeImage",
     "center_box",
     "decoded",
     "random_box",
+    "rendered",
     "resized",
+    "whole",
 ]

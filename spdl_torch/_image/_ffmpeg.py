@@ -13,10 +13,11 @@ from av.video.reformatter import Interpolation as Flags
 from av.video.reformatter import VideoReformatter
 
 from ._file import ImageError, ImageFile
-from ._geometry import Box, Grid, Orientation, Pixels, Plan, Size, in_words
+from ._geometry import Box, Grid, Orientation, Pixels, Plan, Size, in_words, resized
 
 Mode: TypeAlias = Literal["RGB", "L", "unchanged"]
 Resampling: TypeAlias = Literal["bilinear", "bicubic"]
+Frame: TypeAlias = VideoFrame
 
 
 class ThreadTools(threading.local):
@@ -63,6 +64,27 @@ class ThreadTools(threading.local):
         if file.has_own_tables:
             self._jpeg_decoders[key] = decoder
         return frames[0]
+
+    def whole(
+        self, frame: VideoFrame, output: Output, max_side: int | None
+    ) -> tuple[str, tuple[Pixels, ...]]:
+        """Return the format of a frame and a copy of its planes, such as `resized` begins with.
+
+        With `max_side`, the shorter side is resized to it if it is longer.
+        """
+        name = frame.format.name
+        if name in _BADLY_RESIZED:
+            frame = self._converted(frame, _BADLY_RESIZED[name])
+        if frame.format.name not in _PLANAR:
+            frame = self._converted(frame, output.format_name)
+        height, width = frame.height, frame.width
+        if max_side is not None and min(height, width) > max_side:
+            height, width = resized((height, width), max_side)
+            flags = Flags.BILINEAR | _ACCURATE
+            frame = self._scaler.reformat(
+                frame, width, height, frame.format.name, interpolation=flags, threads=1
+            )
+        return frame.format.name, tuple(_samples_of(plane).copy() for plane in frame.planes)
 
     def resized(
         self,
@@ -115,6 +137,17 @@ class ThreadTools(threading.local):
         )
 
 
+def frame_of(format_name: str, planes: tuple[Pixels, ...]) -> VideoFrame:
+    """Return a frame of planes with a byte for each sample, in the same memory if possible."""
+    height, width = planes[0].shape
+    if _PLANAR[format_name].fits(Box(0, 0, height, width)):
+        return VideoFrame.from_dlpack(planes, format=format_name)
+    frame = VideoFrame(width, height, format_name)
+    for source, destination in zip(planes, frame.planes, strict=True):
+        _samples_of(destination)[:] = source
+    return frame
+
+
 _FILTERS = {"bilinear": Flags.BILINEAR, "bicubic": Flags.BICUBIC}
 _ACCURATE = Flags.ACCURATE_RND | Flags.FULL_CHR_H_INT | Flags.FULL_CHR_H_INP
 """Without these, images with subsampled chroma may be off by several levels."""
@@ -165,7 +198,7 @@ def _view(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:
         grid.of_plane(box, number).of(_samples_of(plane))
         for number, plane in enumerate(frame.planes)
     )
-    return VideoFrame.from_dlpack(planes, format=frame.format.name)
+    return frame_of(frame.format.name, planes)
 
 
 def _copy(frame: VideoFrame, box: Box, grid: Grid) -> VideoFrame:

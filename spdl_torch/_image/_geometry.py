@@ -44,6 +44,17 @@ class Box(NamedTuple):
         right = min(self.left + self.width + half >> reduction, size[1])
         return Box(top, left, max(1, bottom - top), max(1, right - left))
 
+    def scaled(self, size: Size, stored: Size) -> Box:
+        """Return the same part of an image of a size that is stored in another size."""
+        if size == stored:
+            return self
+        rows, columns = stored[0] / size[0], stored[1] / size[1]
+        top = min(round(self.top * rows), stored[0] - 1)
+        left = min(round(self.left * columns), stored[1] - 1)
+        bottom = min(round((self.top + self.height) * rows), stored[0])
+        right = min(round((self.left + self.width) * columns), stored[1])
+        return Box(top, left, max(1, bottom - top), max(1, right - left))
+
 
 class Grid(NamedTuple):
     """The positions at which an image with subsampled chroma can be cut."""

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from operator import gt
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torchvision.tv_tensors import Image
 
-from ._ffmpeg import Mode, Resampling, ThreadTools, is_deep_grey, output_of, pixels_of
-from ._file import ImageError, parsed
-from ._geometry import Orientation, Plan, Size, center_box, in_words, random_box, resized
+from ._ffmpeg import (
+    Frame,
+    Mode,
+    Output,
+    Resampling,
+    ThreadTools,
+    frame_of,
+    is_deep_grey,
+    output_of,
+    pixels_of,
+)
+from ._file import ImageError, ImageFile, parsed
+from ._geometry import (
+    Box,
+    Orientation,
+    Pixels,
+    Plan,
+    Size,
+    center_box,
+    in_words,
+    random_box,
+    resized,
+)
 
 if TYPE_CHECKING:
     Encoded = bytes | bytearray | memoryview | torch.Tensor
@@ -148,13 +167,36 @@ class ImageLoader:
 
     def decode(self, data: Encoded, path: Path | None = None) -> Image:
         """CPU: return the image in the bytes of a file. `path` is for the error message."""
-        draws = self.crop == "random" or self.horizontal_flip > 0
-        try:
-            pixels = decoded(data, self.decoding, self._plan, draws=draws)
-        except ImageError as error:
-            name = "image" if path is None else os.fspath(path)
-            raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
+        with _named(path):
+            pixels = decoded(data, self.decoding, self._plan, draws=self.is_random)
         return pixels.as_subclass(Image)
+
+    def decode_whole(
+        self, data: Encoded, path: Path | None = None, *, max_side: int | None = None
+    ) -> WholeImage | None:
+        """CPU: return the image before anything random is done with it, for `render`.
+
+        None: `decode` would decode a part of its pixels only.
+        """
+        with _named(path):
+            return whole(data, self.decoding, self._resized_size, max_side=max_side)
+
+    def render(self, image: WholeImage, path: Path | None = None) -> Image:
+        """CPU: return what `decode` returns for the file of an image."""
+        with _named(path):
+            pixels = rendered(image, self.decoding, self._plan, draws=self.is_random)
+        return pixels.as_subclass(Image)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.crop == "random" or self.horizontal_flip > 0
+
+    def _resized_size(self, seen_size: Size) -> Size:
+        """Return what an image is resized to, before it may be cropped once more."""
+        if isinstance(self.size, int) and self.crop != "random":
+            return resized(seen_size, self.size)
+        return seen_size if self.size is None else _pair(self.size)
 
     @property
     def decoding(self) -> Decoding:
@@ -172,11 +214,7 @@ class ImageLoader:
         box, center = None, None
         if self.crop == "random":
             box = random_box(seen_size, self.scale, self.ratio, generator)
-            size = _pair(self.size)
-        elif isinstance(self.size, int):
-            size = resized(seen_size, self.size)
-        else:
-            size = self.size or seen_size
+        size = self._resized_size(seen_size)
         if self.max_pixels is not None and size[0] * size[1] > self.max_pixels:
             raise ImageError(
                 f"its {in_words(seen_size)} pixels would become {in_words(size)}, more than "
@@ -189,6 +227,16 @@ class ImageLoader:
             and torch.rand(1, generator=generator).item() < self.horizontal_flip
         )
         return Plan(seen_size, box, size, center, is_mirrored)
+
+
+@contextlib.contextmanager
+def _named(path: Path | None) -> Iterator[None]:
+    """Let an ImageError say which file it is about."""
+    try:
+        yield
+    except ImageError as error:
+        name = "image" if path is None else os.fspath(path)
+        raise ImageError(f"cannot decode {name}: {error}.") from error.__cause__
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -212,43 +260,125 @@ MakePlan = Callable[[Size, torch.Generator | None], Plan]
 
 def decoded(data: Encoded, decoding: Decoding, make_plan: MakePlan, *, draws: bool) -> torch.Tensor:
     """Return the image in the bytes of a file, uint8, C×H×W. `draws`: the plan is random."""
+    with _planner(make_plan, draws=draws) as plan_for:
+        return _pixels(_as_bytes(data), decoding, plan_for)
+
+
+@contextlib.contextmanager
+def _planner(make_plan: MakePlan, *, draws: bool) -> Iterator[Callable[[Size], Plan]]:
+    """Return a function that makes the plan for an image of a size."""
     # The torch function mode of a worker thread costs more than the draws themselves. With the
     # sample's generator at hand it is not needed.
     generator = torch.thread_safe_generator() if draws else None
     with _NO_MODE() if generator is not None else _nothing:
-        return _pixels(_as_bytes(data), decoding, partial(_planned, make_plan, generator))
-
-
-def _planned(make_plan: MakePlan, generator: torch.Generator | None, size: Size) -> Plan:
-    return make_plan(size, generator)
+        yield lambda size: make_plan(size, generator)
 
 
 def _pixels(data: bytes, decoding: Decoding, make_plan: Callable[[Size], Plan]) -> torch.Tensor:
-    mode, interpolation, apply_exif_orientation, reducing_gap, max_pixels, takes_deep = decoding
-    file = parsed(data, max_pixels)
-    orientation = _AS_STORED
-    if apply_exif_orientation or file.codec == "tiff":
-        # PIL always turns a TIFF, whose orientation is a tag of the format and not of EXIF.
-        orientation = Orientation.of_exif(file.exif_orientation)
+    file = parsed(data, decoding.max_pixels)
+    orientation = _orientation_of(file, decoding)
     plan, reduction, num_rows = None, 0, None
-    if file.can_be_reduced and file.size is not None and reducing_gap is not None:
+    if file.can_be_reduced and file.size is not None and decoding.reducing_gap is not None:
         # Only a plan made before decoding can leave out what is not needed.
         plan = make_plan(orientation.seen_size(file.size))
-        reduction = plan.reduction(reducing_gap)
+        reduction = plan.reduction(decoding.reducing_gap)
         if plan.box is not None:
             top, _, height, _ = orientation.stored_box(plan.box, plan.seen_size)
             num_rows = min(file.size[0], top + height + _MARGIN_ROWS)
-    frame = _tools.decode(file, reduction, num_rows, max_pixels)
-    if not takes_deep and is_deep_grey(frame):
-        raise ImageError("it is grey and has 16 bits")
+    frame = _decoded_frame(file, decoding, reduction, num_rows)
     size = frame.height, frame.width
     plan = plan or make_plan(orientation.seen_size(size))
-    output = output_of(frame, mode, file)
+    output = output_of(frame, decoding.mode, file)
     box = plan.box
     if box is not None:
         box = orientation.stored_box(box, plan.seen_size).reduced(reduction, size)
-    frame = _tools.resized(frame, box, orientation.seen_size(plan.size), output, interpolation)
+    return _rendered(frame, box, output, orientation, plan, decoding)
+
+
+def _orientation_of(file: ImageFile, decoding: Decoding) -> Orientation:
+    if decoding.apply_exif_orientation or file.codec == "tiff":
+        # PIL always turns a TIFF, whose orientation is a tag of the format and not of EXIF.
+        return Orientation.of_exif(file.exif_orientation)
+    return _AS_STORED
+
+
+def _decoded_frame(
+    file: ImageFile, decoding: Decoding, reduction: int, num_rows: int | None
+) -> Frame:
+    frame = _tools.decode(file, reduction, num_rows, decoding.max_pixels)
+    if not decoding.takes_deep_grey and is_deep_grey(frame):
+        raise ImageError("it is grey and has 16 bits")
+    return frame
+
+
+def _rendered(
+    frame: Frame,
+    box: Box | None,
+    output: Output,
+    orientation: Orientation,
+    plan: Plan,
+    decoding: Decoding,
+) -> torch.Tensor:
+    size = orientation.seen_size(plan.size)
+    frame = _tools.resized(frame, box, size, output, decoding.interpolation)
     return pixels_of(frame, output, orientation, plan)
+
+
+# -- decoded once, cropped again and again ---------------------------------------------------------
+
+
+class WholeImage(NamedTuple):
+    """A decoded image that is still to be cropped, resized and flipped."""
+
+    format_name: str
+    planes: tuple[Pixels, ...]
+    """A byte for each sample."""
+    seen_size: Size
+    """The size of the image in its file, upright. Crops are drawn for it."""
+    orientation: Orientation
+    output: Output
+
+
+def whole(
+    data: Encoded,
+    decoding: Decoding,
+    resized_size: Callable[[Size], Size],
+    *,
+    max_side: int | None,
+) -> WholeImage | None:
+    """Return an image as it is before any crop, or None if `decoded` would reduce a large file.
+
+    `resized_size` returns what an image of a size is to be resized to. With `max_side`, the shorter
+    side is resized to it, which changes the pixels.
+    """
+    file = parsed(_as_bytes(data), decoding.max_pixels)
+    orientation = _orientation_of(file, decoding)
+    reduction, gap = 0, decoding.reducing_gap
+    if file.can_be_reduced and file.size is not None and gap is not None:
+        seen = orientation.seen_size(file.size)
+        if max_side is not None:
+            reduction = Plan(seen, None, resized(seen, max_side), None, False).reduction(gap)
+        elif Plan(seen, None, resized_size(seen), None, False).reduction(gap):
+            return None
+    frame = _decoded_frame(file, decoding, reduction, None)
+    output = output_of(frame, decoding.mode, file)
+    size = file.size if reduction and file.size else (frame.height, frame.width)
+    planes = _tools.whole(frame, output, max_side)
+    return WholeImage(*planes, orientation.seen_size(size), orientation, output)
+
+
+def rendered(
+    image: WholeImage, decoding: Decoding, make_plan: MakePlan, *, draws: bool
+) -> torch.Tensor:
+    """Return the pixels that `decoded` returns of the file of an image."""
+    with _planner(make_plan, draws=draws) as plan_for:
+        plan = plan_for(image.seen_size)
+        frame = frame_of(image.format_name, image.planes)
+        box, stored = plan.box, (frame.height, frame.width)
+        if box is not None:
+            box = image.orientation.stored_box(box, plan.seen_size)
+            box = box.scaled(image.orientation.seen_size(image.seen_size), stored)
+        return _rendered(frame, box, image.output, image.orientation, plan, decoding)
 
 
 # -- arguments -------------------------------------------------------------------------------------

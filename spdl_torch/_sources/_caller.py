@@ -52,7 +52,8 @@ class CallerSource(BatchSource):
     ) -> Callable[[Any], Delivery]:
         policy = settings.bad_sample_policy
         make_batch: Callable[[Any], Any] = partial(_make_batch, dataset, collate, settings.batched)
-        if settings.is_seeded or policy.replaces or policy.retries:
+        has_cache = settings.sample_cache is not None
+        if settings.is_seeded or policy.replaces or policy.retries or has_cache:
             self._draws = draws_of(settings, progress)
             make_batch = SampleMaker(settings, dataset, collate).__getitem__
 

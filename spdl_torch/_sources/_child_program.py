@@ -45,6 +45,8 @@ class Answer(NamedTuple):
     """Workers that have come to the end of their dataset."""
     bad_samples: list[BadSample]
     num_retries: int
+    cache_counts: tuple[int, int]
+    """Hits and misses of the cache since the last answer."""
     findings: list[str]
     """What is in the dataset after the first batch, and several threads must not share."""
 
@@ -73,6 +75,7 @@ class ChildProgram:
             event_loop=EventLoop(),
             device=None,
             pin_memory=False,
+            cache=None,
             bad_sample_policy=settings.bad_sample_policy.for_child(),
         )
 
@@ -98,6 +101,8 @@ class ChildProgram:
         gc.freeze()
         redirect_draws(self._drawing_names)
         self._segments = SegmentWriter()
+        if self.settings.sample_cache is not None:
+            self.settings.sample_cache.in_child()
         cpu_workers, io_workers = self._worker_ids()
         first, *others = [*cpu_workers, *io_workers][child :: self.num_children]
         is_alone = not others
@@ -172,7 +177,9 @@ class ChildProgram:
         if self._shares_dataset:  # Handles are often opened by the first samples.
             self._shares_dataset = False
             findings = unsafe_to_share(self.dataset)
-        answer = Answer(parcel, bookmark, ends, bad_samples, num_retries, findings)
+        cache = self.settings.sample_cache
+        counts = (0, 0) if cache is None else cache.counter.take()
+        answer = Answer(parcel, bookmark, ends, bad_samples, num_retries, counts, findings)
         return answer, [] if descriptor is None else [descriptor]
 
     def discard(self, output: tuple[Parcel, int | None] | None) -> None:

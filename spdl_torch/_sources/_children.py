@@ -229,6 +229,8 @@ class _Host:
             batch.position = answer.bookmark
             worker, bookmark = answer.bookmark
             self._received[worker] = bookmark
+        if self._settings.sample_cache is not None:
+            self._settings.sample_cache.counter.add(*answer.cache_counts)
         policy = self._settings.bad_sample_policy
         failure = policy.add_from_child(answer.bad_samples, answer.num_retries)
         if failure is not None:

@@ -1,0 +1,250 @@
+"""The hooks of a dataset, with the cache before them.
+
+What a worker does with a sample that is not in the cache is what it does without one, and so is
+what it draws. In addition it keeps the raw form that `load` returned, or what the first part of
+preprocessing returned. Nothing is kept that was drawn: draws are watched, and code that is not
+known makes some samples twice, to see that they are equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .._dataset import Hooks, completed
+from .._random import DrawWatch
+from ._codec import are_equal
+from ._entries import BAD, VALUE, Entries, Fresh
+from ._parts import Parts
+from ._space import Entry
+
+_NUM_CHECKED: Final = 8
+"""How many samples of code that is not known each worker makes twice at first."""
+_CHECKED_EACH: Final = 256
+"""And then one of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A sample that was found, on its way from load to preprocess."""
+
+    index: Any
+    entry: Entry
+
+
+def _has_drawn(watch: DrawWatch | None) -> bool:
+    return watch is not None and watch.has_drawn()
+
+
+class CachedPreprocess:
+    """The function that takes the place of a dataset's preprocess hook."""
+
+    def __init__(self, entries: Entries, parts: Parts, hooks: Hooks) -> None:
+        self._entries = entries
+        self._parts = parts
+        self._hooks = hooks
+        self._num_made = itertools.count()
+
+    def __call__(self, sample: _Kept | Fresh) -> Any:
+        if isinstance(sample, _Kept):
+            return self.from_kept(sample)
+        entries, parts = self._entries, self._parts
+        if entries.value is None or entries.level == "raw":
+            self._keep_raw(sample)
+            return parts.make(sample.index, sample.raw)
+        return self._from_fresh(sample)
+
+    def from_kept(self, sample: _Kept) -> Any:
+        kept = self._entries.value_of(sample.entry, self._parts)
+        if sample.entry.kind == BAD:
+            raise kept
+        if sample.entry.kind == VALUE:
+            return self._parts.rest(sample.index, kept)
+        return self._parts.make(sample.index, self._parts.unpack(sample.index, kept))
+
+    def _from_fresh(self, sample: Fresh) -> Any:
+        entries, parts = self._entries, self._parts
+        watch, started = self.watch(), time.perf_counter()
+        try:
+            value = parts.first(sample.index, sample.raw)
+        except Exception as error:
+            if self._hooks.load is not None and not (sample.has_drawn or _has_drawn(watch)):
+                entries.keep_error(sample.key, error)
+            raise
+        seconds = time.perf_counter() - started
+        if value is None and parts.is_known:
+            self._keep_raw(sample)
+            return parts.make(sample.index, sample.raw)
+        if sample.has_drawn or _has_drawn(watch):
+            self._keep_raw(sample)
+        elif parts.is_known or self._is_same(sample, value):
+            entries.keep_value(sample, parts, value, seconds)
+        return parts.rest(sample.index, value)
+
+    def watch(self) -> DrawWatch | None:
+        return None if self._parts.is_known else DrawWatch()
+
+    def _is_same(self, sample: Fresh, value: Any) -> bool:
+        """Make some samples twice: code that is not known may draw where nobody can watch it."""
+        if not self.must_check():
+            return True
+        again = self._parts.first(sample.index, sample.raw)
+        if are_equal(value, again):
+            return True
+        self._entries.refuse_values()
+        self._keep_raw(sample)
+        return False
+
+    def must_check(self) -> bool:
+        """Return whether the next sample of code that is not known is to be made twice."""
+        if not self._entries.keeps_values:
+            return False
+        number = next(self._num_made)
+        return number < _NUM_CHECKED or number % _CHECKED_EACH == 0
+
+    def _keep_raw(self, sample: Fresh) -> None:
+        if self._hooks.load is not None and not sample.has_drawn:
+            self._entries.keep_raw(sample.key, self._parts, sample.raw)
+
+
+class CachedLookup:
+    """Finds samples in the cache. What it finds, or does not, goes to `CachedPreprocess`."""
+
+    def __init__(self, entries: Entries, parts: Parts, hooks: Hooks) -> None:
+        self._entries = entries
+        self._parts = parts
+        self._hooks = hooks
+        self.preprocess = CachedPreprocess(entries, parts, hooks)
+
+    def _look(self, index: Any) -> tuple[bytes | None, _Kept | None]:
+        key = self._parts.key(index)
+        entry = self._entries.find(key)
+        return key, None if entry is None else _Kept(index, entry)
+
+    def _look_many(self, indices: Any) -> tuple[list[Any], dict[int, tuple[Any, bytes | None]]]:
+        found: list[Any] = []
+        missing: dict[int, tuple[Any, bytes | None]] = {}
+        for place, index in enumerate(indices):
+            key, kept = self._look(index)
+            found.append(kept)
+            if kept is None:
+                missing[place] = index, key
+        return found, missing
+
+    @staticmethod
+    def _only(indices: Any, missing: dict[int, tuple[Any, bytes | None]]) -> Any:
+        """Return the indices to load: what the sampler returned, if that is all of them."""
+        is_all = len(missing) == len(indices)
+        return indices if is_all else [index for index, _ in missing.values()]
+
+
+class CachedLoad(CachedLookup):
+    """The functions that take the place of a dataset's load hook."""
+
+    def load(self, index: Any) -> Any:
+        key, kept = self._look(index)
+        sample: _Kept | Fresh | None = kept
+        if sample is None:
+            assert self._hooks.load is not None
+            watch, started = self.preprocess.watch(), time.perf_counter()
+            raw = completed(self._hooks.load, index)
+            sample = self._loaded(index, key, raw, time.perf_counter() - started, watch)
+        return self._passed_on(sample)
+
+    async def load_async(self, index: Any) -> Any:
+        key, kept = self._look(index)
+        sample: _Kept | Fresh | None = kept
+        if sample is None:
+            load: Any = self._hooks.load
+            watch, started = self.preprocess.watch(), time.perf_counter()
+            raw = await load(index)
+            sample = self._loaded(index, key, raw, time.perf_counter() - started, watch)
+        return self._passed_on(sample)
+
+    def load_many(self, indices: Any) -> Any:
+        found, missing = self._look_many(indices)
+        if missing:
+            load: Any = self._hooks.load
+            watch, started = self.preprocess.watch(), time.perf_counter()
+            raws = completed(load, self._only(indices, missing))
+            self._add(found, missing, raws, time.perf_counter() - started, watch)
+        return list(map(self._passed_on, found))
+
+    async def load_many_async(self, indices: Any) -> Any:
+        found, missing = self._look_many(indices)
+        if missing:
+            load: Any = self._hooks.load
+            watch, started = self.preprocess.watch(), time.perf_counter()
+            raws = await load(self._only(indices, missing))
+            self._add(found, missing, raws, time.perf_counter() - started, watch)
+        return list(map(self._passed_on, found))
+
+    def _loaded(
+        self, index: Any, key: bytes | None, raw: Any, seconds: float, watch: DrawWatch | None
+    ) -> Fresh:
+        return Fresh(index, key, raw, seconds, _has_drawn(watch))
+
+    def _add(
+        self,
+        found: list[Any],
+        missing: dict[int, tuple[Any, bytes | None]],
+        raws: Any,
+        seconds: float,
+        watch: DrawWatch | None,
+    ) -> None:
+        has_drawn, raws = _has_drawn(watch), list(raws)
+        if len(raws) != len(missing):
+            raise ValueError(
+                f"load_many returned {len(raws)} samples for {len(missing)} indices. "
+                "Return one for each index."
+            )
+        for (place, (index, key)), raw in zip(missing.items(), raws, strict=True):
+            found[place] = Fresh(index, key, raw, seconds / len(raws), has_drawn)
+
+    def _passed_on(self, sample: _Kept | Fresh) -> Any:
+        """Return what the next stage takes: without one, the sample."""
+        return sample if self._hooks.preprocess is not None else self.preprocess(sample)
+
+
+class CachedSamples(CachedLookup):
+    """The functions that take the place of the preprocess hook of a dataset that does not load."""
+
+    def from_index(self, index: Any) -> Any:
+        """Make a sample of a dataset without a load stage."""
+        key, kept = self._look(index)
+        return self.preprocess(kept or Fresh(index, key, index, 0.0, False))
+
+    def preprocess_many(self, indices: Any) -> Any:
+        """Make the samples of a batch, of a dataset that makes a whole batch at once."""
+        found, missing = self._look_many(indices)
+        if missing:
+            make: Any = self._hooks.preprocess
+            wanted, watch = self._only(indices, missing), self.preprocess.watch()
+            samples = make(wanted)
+            if not isinstance(samples, Sequence) or len(samples) != len(missing):
+                if len(missing) == len(found):
+                    return samples  # In a form of its own, for a collate function of its own.
+                raise ValueError(
+                    f"__getitems__ returned {len(samples)} samples for {len(missing)} indices. "
+                    "Return a list with one for each index, or use the dataset without a cache."
+                )
+            fresh = [Fresh(index, key, index, 0.0, False) for index, key in missing.values()]
+            if not _has_drawn(watch) and self._are_same(make, wanted, samples):
+                for each, value in zip(fresh, samples, strict=True):
+                    self._entries.keep_value(each, self._parts, value, 0.0)
+            for place, value in zip(missing, samples, strict=True):
+                found[place] = value
+        return [
+            self.preprocess.from_kept(each) if isinstance(each, _Kept) else each for each in found
+        ]
+
+    def _are_same(self, make: Callable[[Any], Any], indices: Any, samples: Any) -> bool:
+        if not self.preprocess.must_check():
+            return True
+        is_same = are_equal(list(samples), list(make(indices)))
+        if not is_same:
+            self._entries.refuse_values()
+        return is_same

@@ -128,7 +128,7 @@ class Cache:
             # Each rank of torchrun has a cache in memory of its own.
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             free, what = free_memory() // ranks, "memory"
-        size = int(_SHARE * free)
+        size = min(int(_SHARE * free), self.max_bytes or free)
         _logger.info(
             "cache: up to %s, half of what is free of %s. Set max_bytes to change it.",
             size_text(size),

@@ -132,26 +132,34 @@ class Entries:
 
     def _measure(self, measured: _Measured) -> None:
         """Choose the level by the time that it saves, when enough samples were measured."""
+        assert self.raw is not None
+        assert self.value is not None
         with self._lock:
             self._measured.append(measured)
             all_measured = self._measured
+            if self._chosen is not None:  # Another thread was quicker.
+                self._choose(self._chosen)
+                return
             if len(all_measured) < min(_NUM_MEASURED, max(1, self._options.num_samples // 8)):
                 return
-            self._measured = []
+            load_seconds = min(each.load_seconds for each in all_measured)
+            make_seconds = min(each.make_seconds for each in all_measured)
+            raw_share = self._share([len(each.raw) for each in all_measured])
+            value_share = self._share([len(each.value) for each in all_measured])
+            saves_more = (load_seconds + make_seconds) * value_share > load_seconds * raw_share
+            self._choose(VALUE if saves_more else RAW)
+
+    def _choose(self, kind: int) -> None:
+        """Choose what is kept, unless another process has, and keep what was measured."""
         assert self.raw is not None
         assert self.value is not None
-        load_seconds = min(each.load_seconds for each in all_measured)
-        make_seconds = min(each.make_seconds for each in all_measured)
-        raw_share = self._share([len(each.raw) for each in all_measured])
-        value_share = self._share([len(each.value) for each in all_measured])
-        saves_more = (load_seconds + make_seconds) * value_share > load_seconds * raw_share
-        # Another process may have been quicker.
-        self._chosen = self.value.choose(VALUE if saves_more else RAW)
-        for each in all_measured:
+        self._chosen = self.value.choose(kind)
+        for each in self._measured:
             if self._chosen == RAW:
                 self._put(self.raw, each.key, RAW, [each.raw])
             else:
                 self._put(self.value, each.key, VALUE, [each.value])
+        self._measured = []
 
     def _share(self, sizes: Sequence[int]) -> float:
         """Return which share of the samples has room, if they are as large as these."""
@@ -207,9 +215,15 @@ class Entries:
         """Keep no values any more, and forget all: they are different each time."""
         assert self.value is not None
         self.value.refuse()
+        self.prefer_raw()
         if self.raw is not None:
-            self.value.choose(RAW)
             self._chosen = RAW
+
+    def prefer_raw(self) -> None:
+        """Choose raw forms, if that is still to be decided: a value was drawn."""
+        with self._lock:
+            if self._chosen is None and self.raw is not None:
+                self._choose(RAW)
 
     def _has_room(self, key: bytes, space: Space) -> bool:
         """Return whether a sample is one of those that are kept.

@@ -79,6 +79,7 @@ class CachedPreprocess:
             self._keep_raw(sample)
             return parts.make(sample.index, sample.raw)
         if sample.has_drawn or _has_drawn(watch):
+            entries.prefer_raw()
             self._keep_raw(sample)
         elif parts.is_known or self._is_same(sample, value):
             entries.keep_value(sample, parts, value, seconds)

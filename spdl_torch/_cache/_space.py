@@ -49,7 +49,7 @@ _MAGIC: Final = b"spdlcach"
 _HEADER_BYTES: Final = 4096
 _HEADER: Final = struct.Struct("<8sII")
 """Magic, number of slots, checksum of both."""
-_END, _NOT_END, _NUM_ENTRIES, _NUM_BYTES, _IS_REFUSED, _CHOICE = range(2, 8)
+_END, _NOT_END, _NUM_ENTRIES, _IS_REFUSED, _CHOICE = range(2, 7)
 """The places of the counters in the header, in units of 8 bytes."""
 _SLOT: Final = struct.Struct("<16sQIIII")
 """Key, offset, size, kind, checksum of the bytes, checksum of the slot."""
@@ -291,11 +291,6 @@ class Space:
         return self._counters[_NUM_ENTRIES]
 
     @property
-    def num_bytes(self) -> int:
-        """The size of all entries."""
-        return self._counters[_NUM_BYTES]
-
-    @property
     def end(self) -> int:
         """How much memory, or room in the directory, it takes."""
         return self._counters[_END]
@@ -395,7 +390,6 @@ class Space:
             if at is not None and (slot is None or key in self._damaged):
                 self._table.write(at, key, offset, size, kind, checksum)
                 self._counters[_NUM_ENTRIES] += slot is None
-                self._counters[_NUM_BYTES] += size
         self._damaged.discard(key)
 
     def _reserve(self, key: bytes, size: int, usage: Usage) -> int | None:

@@ -211,7 +211,7 @@ def reports(directory: Path, *, verifies: bool) -> Iterable[SpaceReport]:
         if verifies:
             num_damaged = sum(space.get(key) is None for key in space.keys())  # noqa: SIM118
         yield SpaceReport(
-            folder, about, space.num_entries, space.num_bytes, num_damaged, is_readable=True
+            folder, about, space.num_entries, space.end, num_damaged, is_readable=True
         )
 
 

@@ -72,12 +72,11 @@ class DataLoader(
         copy_dataset: where threads share a process, make a copy of a map-style dataset for each of
             them, by pickling. A worker that is alone in its process needs none. Iterable datasets
             are always copied.
-        fuse: run the transforms of a torchvision dataset as equivalent ones that are quicker: crop,
-            resize and flip while the image is decoded, convert and normalise once per batch. Pixels
-            differ by less than half a level on average. ``"exact"`` does only the latter, with the
-            same bits. What is not known exactly is called as it is; `plan` says what is fused.
-        cache: a `Cache` for what is the same in every epoch: bytes that were loaded, decoded
-            images, or samples. Random transforms still run in each epoch. For map-style datasets.
+        fuse: crop, resize and flip images of a torchvision dataset while they are decoded, convert
+            and normalise them once per batch. Pixels differ by less than half a level on average.
+            ``"exact"`` does only the latter, with the same bits. `plan` says what is fused.
+        cache: a `Cache` for what is the same in every epoch, such as decoded images. Random
+            transforms still run in each epoch. For map-style datasets.
         seed: fixes the order and what every sample draws through torch or `sample_rng`, whatever
             the number and kind of workers; in child processes, also what it draws from `random`
             and `numpy.random`. Each epoch draws other numbers; `set_epoch` chooses one.
@@ -86,10 +85,9 @@ class DataLoader(
             `ReplaceBadSamples`, `RetryLoad`, or one of each in a list. For map-style datasets.
         device: batches arrive on this device, copied in the background; ``"cuda"`` is the current
             device of the thread that makes the loader. Nothing is copied for ``"cpu"``.
-        snapshot_every_n_steps: after how many batches each worker thread takes the state of an
-            iterable dataset that has one. To resume, the samples after it are read again, so
-            `state_dict` is exact after every batch. Raise it if the dataset's state is large; 0 or
-            None takes it once, at the first batch.
+        snapshot_every_n_steps: after how many batches each worker takes the state of an iterable
+            dataset that has one. `state_dict` is exact after every batch: samples after it are read
+            again. Raise it if that state is large; 0 or None takes it once, at the first batch.
         stats_interval: log a line about the running epoch every so many seconds, to the logger
             ``"spdl_torch"`` at level INFO. Default: never.
 
@@ -166,8 +164,7 @@ class DataLoader(
         self._live = LiveIterators()
         self._epochs = Epochs(worker_method)
         self._reported_length: int | None = None
-        self._sample_cache: SampleCache | None = None
-        """The cache as the last epoch uses it."""
+        self._sample_cache: SampleCache | None = None  # That of the last epoch.
         self._iterator: EpochIterator | None = None  # type: ignore[assignment]
         """The iterator with the persistent workers."""
         check_arguments(self, dataset, num_workers, prefetch_factor, generator)
@@ -201,11 +198,10 @@ class DataLoader(
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         self._live.check_open()
-        settings = self._settings()
+        settings = _settings_of(self)
         self._sample_cache = settings.sample_cache
         iterator = self._iterator
-        # A persistent iterator may have been closed by an error in a worker's set-up, or belong to
-        # the process that this one was forked from.
+        # A persistent one may be closed, or belong to the process that this one was forked from.
         if iterator is not None and iterator.is_usable:
             iterator.begin(settings, self._epochs, workers_persist=True)
         else:
@@ -258,15 +254,9 @@ class DataLoader(
     @property
     def plan(self) -> Plan:
         """Where the workers live and what is fused, and why. `print(loader.plan)` says it."""
-        settings = self._settings()
-        cache = "" if settings.sample_cache is None else str(settings.sample_cache)
-        plan = plan_of(settings)
-        return replace(plan, fusions=_fusions(LoaderSettings.of(self)), cache=cache)
-
-    def _settings(self) -> LoaderSettings:
-        """Return the settings of an epoch, with the dataset that it uses and its cache."""
-        settings = LoaderSettings.of(self)
-        return with_cache(_fused(settings), settings.dataset)
+        settings = _settings_of(self)
+        cache = str(settings.sample_cache or "")
+        return replace(plan_of(settings), fusions=_fusions(LoaderSettings.of(self)), cache=cache)
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -279,10 +269,7 @@ class DataLoader(
         return self._bad_sample_policy.num_retries
 
     def stats(self) -> LoaderStats:
-        """Return what was measured in the running epoch, or in the last one. Thread-safe.
-
-        `print(loader.stats().verdict)` says what bounds the loop and what to change.
-        """
+        """Return what was measured in the running epoch, or in the last one. Thread-safe."""
         stats = stats_of(self._epochs.clock, self._bad_sample_policy, self._sample_cache)
         return _with_can_fuse(stats, LoaderSettings.of(self))
 
@@ -302,8 +289,7 @@ class DataLoader(
         Args:
             num_batches: how many batches, at most an epoch's.
             step: what the training loop does with a batch. With it, the profile tells the
-                bottleneck of the loop and how fast it would be if loading took no time; without
-                it, the bottleneck of the loader.
+                bottleneck of the loop, and its speed if loading took no time.
             sweep: measure each stage by itself with 1, 2, 4, … workers, if they are threads.
 
         """
@@ -328,9 +314,8 @@ class DataLoader(
             warn_caller(
                 f"This DataLoader will create {self.num_workers} worker threads on {cores} "
                 "cores. Please be aware that excessive worker creation might get DataLoader "
-                "running slow or even freeze, lower the worker number to avoid potential "
-                f"slowness/freeze if necessary. Up to {most} can be of use for samples that wait "
-                "for I/O, about one per core for the others."
+                "running slow or even freeze. Lower the worker number: "
+                f"up to {most} are of use for samples that wait for I/O, one per core for others."
             )
 
     def close(self) -> None:
@@ -352,6 +337,12 @@ class DataLoader(
             "_live": LiveIterators(),
             "_epochs": epochs,
         }
+
+
+def _settings_of(loader: DataLoader[Any]) -> LoaderSettings:
+    """Return the settings of an epoch, with the dataset that it uses and its cache."""
+    settings = LoaderSettings.of(loader)
+    return with_cache(_fused(settings), settings.dataset)
 
 
 # -- fuse: imported when it is needed, because it imports FFmpeg and torchvision -------------------

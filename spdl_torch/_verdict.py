@@ -79,6 +79,17 @@ class Verdict:
         return f"{self.sentence} {self.advice}"
 
 
+class _Cache(Protocol):
+    """The figures of `CacheStats` that the rules use."""
+
+    @property
+    def num_hits(self) -> int: ...
+    @property
+    def num_misses(self) -> int: ...
+    @property
+    def is_full(self) -> bool: ...
+
+
 class _Stats(Protocol):
     """The figures of `LoaderStats` that the rules use."""
 
@@ -100,11 +111,16 @@ class _Stats(Protocol):
     def num_processes(self) -> int: ...
     @property
     def can_fuse(self) -> bool: ...
+    @property
+    def cache(self) -> _Cache | None: ...
     def stage(self, name: str, /) -> StageStats | None: ...
 
 
 def verdict_on(stats: _Stats) -> Verdict:
-    return next(chain(_about_loop(stats), _about_loader(stats), _about_busiest_stage(stats)))
+    verdict = next(chain(_about_loop(stats), _about_loader(stats), _about_busiest_stage(stats)))
+    if verdict.kind in _OF_MISSES and stats.cache is not None and stats.cache.num_misses > 0:
+        return replace(verdict, advice=f"{_about_cache(stats.cache)} {verdict.advice}")
+    return verdict
 
 
 def _verdict(kind: VerdictKind, sentence: str, advice: str, stage: str | None = None) -> Verdict:
@@ -391,6 +407,17 @@ def _oversubscribed(stats: _Stats, busiest: _Load) -> Iterator[Verdict]:
             "slow each other down.",
             busiest.name,
         )
+
+
+_OF_MISSES: Final = ("io-bound", "cpu-bound", "gil-bound", "unthreaded")
+"""The verdicts on work that the cache saves, for the samples that it has."""
+
+
+def _about_cache(cache: _Cache) -> str:
+    hits = percent(cache.num_hits / (cache.num_hits + cache.num_misses))
+    if cache.is_full:
+        return f"The cache is full and had {hits} of the samples: a larger max_bytes has more."
+    return f"The cache had {hits} of the samples and has room: the next epoch finds more."
 
 
 # -- advice ---------------------------------------------------------------------------------------

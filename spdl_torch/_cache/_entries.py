@@ -100,17 +100,13 @@ class Entries:
         self._options = options
         self._is_shared = options.is_shared
         self._chosen: int | None = None if raw and value else VALUE if value else RAW
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin in a process, which may have this from its parent."""
         self._lock = threading.Lock()
         self.counter = HitCounter()
         self._measured: list[_Measured] = []
-
-    def in_child(self) -> None:
-        """Begin in a child process, which has this from its parent."""
-        self._begin()
-        self._store.reopen_after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_lock": None}
@@ -142,10 +138,11 @@ class Entries:
                 return
             if len(all_measured) < min(_NUM_MEASURED, max(1, self._options.num_samples // 8)):
                 return
+            room = self._store.max_bytes / max(1, self._options.num_samples)
             load_seconds = min(each.load_seconds for each in all_measured)
             make_seconds = min(each.make_seconds for each in all_measured)
-            raw_share = self._share([len(each.raw) for each in all_measured])
-            value_share = self._share([len(each.value) for each in all_measured])
+            raw_share = _share([len(each.raw) for each in all_measured], room)
+            value_share = _share([len(each.value) for each in all_measured], room)
             saves_more = (load_seconds + make_seconds) * value_share > load_seconds * raw_share
             self._choose(VALUE if saves_more else RAW)
 
@@ -160,11 +157,6 @@ class Entries:
             else:
                 self._put(self.value, each.key, VALUE, [each.value])
         self._measured = []
-
-    def _share(self, sizes: Sequence[int]) -> float:
-        """Return which share of the samples has room, if they are as large as these."""
-        expected = self._options.num_samples * sum(sizes) / len(sizes)
-        return min(1.0, self._store.max_bytes / max(1.0, expected))
 
     # -- entries ----------------------------------------------------------------------------------
 
@@ -243,3 +235,8 @@ class Entries:
     def _put(self, space: Space, key: bytes, kind: int, buffers: Sequence[Any] | None) -> None:
         if buffers is not None:
             space.put(key, kind, buffers, self._store.usage)
+
+
+def _share(sizes: Sequence[int], room: float) -> float:
+    """Return which share of the samples has room, if they are so large."""
+    return min(1.0, room * len(sizes) / sum(sizes))

@@ -110,7 +110,8 @@ class SampleCache:
 
     def in_child(self) -> None:
         """Begin in a child process, which has this from its parent."""
-        self._entries.in_child()
+        self._store.reopen_after_fork()
+        self._entries.begin()
 
     def hooks(self, dataset: Any, hooks: Hooks) -> Hooks:
         """Return the hooks of a dataset, or of a worker's copy of it, that use the cache."""

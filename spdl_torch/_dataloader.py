@@ -165,8 +165,8 @@ class DataLoader(
         self._epochs = Epochs(worker_method)
         self._reported_length: int | None = None
         self._sample_cache: SampleCache | None = None  # That of the last epoch.
+        # The iterator with the persistent workers.
         self._iterator: EpochIterator | None = None  # type: ignore[assignment]
-        """The iterator with the persistent workers."""
         check_arguments(self, dataset, num_workers, prefetch_factor, generator)
         self._bad_sample_policy = BadSamplePolicy(on_error, dataset)
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
@@ -198,13 +198,13 @@ class DataLoader(
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         self._live.check_open()
-        settings = _settings_of(self)
-        self._sample_cache = settings.sample_cache
         iterator = self._iterator
         # A persistent one may be closed, or belong to the process that this one was forked from.
         if iterator is not None and iterator.is_usable:
-            iterator.begin(settings, self._epochs, workers_persist=True)
+            iterator.begin(_settings_again(self), self._epochs, workers_persist=True)
         else:
+            settings = _settings_of(self)
+            self._sample_cache = settings.sample_cache
             if settings.uses_processes:
                 self.check_worker_number_rationality()
             iterator = EpochIterator(settings, self._epochs)
@@ -223,8 +223,8 @@ class DataLoader(
     def state_dict(self) -> dict[str, Any]:
         """Return how far the last iterator has come, to resume from a checkpoint.
 
-        It is exact after every batch: batches that workers have prefetched do not count. At the
-        end of an epoch, and before the first one, it is the state of the epoch to come.
+        It is exact after every batch: what was prefetched does not count. At the end of an epoch,
+        and before the first one, it is the state of the epoch to come.
         """
         if self.worker_method == "multiprocessing" and self.num_workers > 0 and not self.in_order:
             raise RuntimeError(
@@ -254,9 +254,7 @@ class DataLoader(
     @property
     def plan(self) -> Plan:
         """Where the workers live and what is fused, and why. `print(loader.plan)` says it."""
-        settings = _settings_of(self)
-        cache = str(settings.sample_cache or "")
-        return replace(plan_of(settings), fusions=_fusions(LoaderSettings.of(self)), cache=cache)
+        return _plan_of(self)
 
     @property
     def bad_samples(self) -> tuple[BadSample, ...]:
@@ -343,6 +341,19 @@ def _settings_of(loader: DataLoader[Any]) -> LoaderSettings:
     """Return the settings of an epoch, with the dataset that it uses and its cache."""
     settings = LoaderSettings.of(loader)
     return with_cache(_fused(settings), settings.dataset)
+
+
+def _settings_again(loader: DataLoader[Any]) -> LoaderSettings:
+    """Return the settings of a further epoch with the same workers, which have their cache."""
+    if loader._sample_cache is not None:
+        loader._sample_cache.counter.take()
+    return replace(_fused(LoaderSettings.of(loader)), sample_cache=loader._sample_cache)
+
+
+def _plan_of(loader: DataLoader[Any]) -> Plan:
+    settings = _settings_of(loader)
+    cache = str(settings.sample_cache or "")
+    return replace(plan_of(settings), fusions=_fusions(LoaderSettings.of(loader)), cache=cache)
 
 
 # -- fuse: imported when it is needed, because it imports FFmpeg and torchvision -------------------

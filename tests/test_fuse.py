@@ -1139,6 +1139,17 @@ def test_plan_names_workers_and_fusion(root):
     ]
 
 
+@pytest.mark.children
+def test_plan_tells_fused_workers(root):
+    """The plan says where the workers of the fused dataset live, which is what the loader uses."""
+    dataset = ImageFolder(root, Preset(*training(v1)))  # Not known to be thread-safe unless fused.
+    for fuse, num_processes in ((True, 1), (False, 2)):
+        loader = DataLoader(dataset, batch_size=2, num_workers=2, fuse=fuse)
+        assert loader.plan.num_processes == num_processes
+        next(iter(loader))
+        assert loader.stats().num_processes == num_processes
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("fuse", [True, "exact"])
 def test_epoch_is_resumed_in_its_middle(root, fuse, num_workers):
@@ -1303,6 +1314,21 @@ def test_difference_is_measured(root, tmp_path):
     state = torch.get_rng_state()
     DataLoader(folder(root, *training(v1)), fuse=True).plan.pixel_difference(2)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_difference_is_one_of_levels(root):
+    """What follows the head has no effect on how the difference is measured."""
+    last = torch.nn.Identity()  # So the tail is not known, and values are normalised.
+    known, unknown = folder(root, *training(v1)), folder(root, *training(v1), last)
+    differences = [DataLoader(d, fuse=True).plan.pixel_difference(4) for d in (known, unknown)]
+    assert differences[0] == differences[1] > 0
+
+
+def test_reason_names_unknown_transform(root):
+    """The plan names the transform that keeps the tail from being fused."""
+    chain = [v2.Resize(64), v2.PILToTensor(), v2.ToDtype(FLOAT, scale=True), v2.RandomErasing()]
+    words = "a chain that ends with RandomErasing is done for each sample"
+    assert words in said(folder(root, *chain, v2.ToPureTensor(), compose=v2.Compose))
 
 
 def test_difference_of_several_parts(root):

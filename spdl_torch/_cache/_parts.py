@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from typing import Any, Literal, TypeAlias
 
 from .._dataset import Hooks
@@ -46,6 +47,8 @@ class Parts:
 
         None: it must not be kept.
         """
+        if hasattr(index, "__index__"):  # An integer of NumPy or torch too.
+            index = operator.index(index)
         return ("index", index) if _is_plain(index) else None
 
     def pack(self, raw: Any) -> Any:

@@ -201,14 +201,18 @@ class DataLoader(
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         self._live.check_open()
-        settings = self._settings()
-        self._sample_cache = settings.sample_cache
         iterator = self._iterator
         # A persistent iterator may have been closed by an error in a worker's set-up, or belong to
         # the process that this one was forked from.
         if iterator is not None and iterator.is_usable:
+            settings = _fused(LoaderSettings.of(self))
+            if self._sample_cache is not None:  # Its workers have the cache of their first epoch.
+                self._sample_cache.begin_epoch()
+                settings = replace(settings, sample_cache=self._sample_cache)
             iterator.begin(settings, self._epochs, workers_persist=True)
         else:
+            settings = self._settings()
+            self._sample_cache = settings.sample_cache
             if settings.uses_processes:
                 self.check_worker_number_rationality()
             iterator = EpochIterator(settings, self._epochs)

@@ -63,7 +63,7 @@ class CacheStats:
 class SampleCache:
     """A cache for the samples of one dataset, with one loader's options.
 
-    The parent makes it when an epoch begins. Its children have copies, which map the same memory or
+    The parent makes it when an epoch begins, or persistent workers start. Its children have copies, which map the same memory or
     files, and count by themselves.
     """
 
@@ -107,6 +107,10 @@ class SampleCache:
     @property
     def counter(self) -> HitCounter:
         return self._entries.counter
+
+    def begin_epoch(self) -> None:
+        """Begin another epoch, with the same workers."""
+        self.counter.take()
 
     def in_child(self) -> None:
         """Begin in a child process, which has this from its parent."""

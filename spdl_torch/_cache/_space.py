@@ -135,18 +135,18 @@ class MemoryFiles:
         self.table = OpenFile.in_memory(table_bytes(num_slots))
         write_header(self.table.descriptor, num_slots)
         self._data = OpenFile.in_memory((max_bytes // SEGMENT_BYTES + 2) * SEGMENT_BYTES)
-        self._segments: dict[int, mmap.mmap] = {}
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}
+        """By process: what was written to a view, a process that is forked would read."""
 
     def read(self, offset: int, size: int) -> Bytes:
         number, start = divmod(offset, SEGMENT_BYTES)
-        segment = self._segments.get(number)
+        place = os.getpid(), number
+        segment = self._segments.get(place)
         if segment is None:
-            base = number * SEGMENT_BYTES
-            segment = mmap.mmap(
-                self._data.descriptor, SEGMENT_BYTES, access=mmap.ACCESS_COPY, offset=base
-            )
+            descriptor, base = self._data.descriptor, number * SEGMENT_BYTES
+            segment = mmap.mmap(descriptor, SEGMENT_BYTES, access=mmap.ACCESS_COPY, offset=base)
             # Two threads may do this at the same time. Both mappings are valid.
-            segment = self._segments.setdefault(number, segment)
+            segment = self._segments.setdefault(place, segment)
         return np.frombuffer(segment, np.uint8, size, start)
 
     def write(self, offset: int, parts: Sequence[Any]) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
@@ -92,7 +91,6 @@ class Cache:
         if not isinstance(token, str | None):
             raise TypeError(f"token must be a str, got {token!r}.")
         self.token = token
-        self._lock = threading.Lock()
         self._stores: dict[bool, Store] = {}
 
     def __repr__(self) -> str:
@@ -104,19 +102,21 @@ class Cache:
 
     def clear(self) -> None:
         """Forget all entries, in the directory too. Do it while no loader uses the cache."""
-        with self._lock:
-            self._stores.clear()
-            if self.directory is not None and self.directory.exists():
-                clear(self.directory)
+        self._stores.clear()
+        if self.directory is not None and self.directory.exists():
+            clear(self.directory)
 
     def store(self, *, in_directory: bool) -> Store:
         """Return the store in memory or in the directory, and choose its size if none was given."""
-        with self._lock:
-            if (store := self._stores.get(in_directory)) is None:
-                directory = self.directory if in_directory else None
-                store = Store(self._size(directory), directory)
-                self._stores[in_directory] = store
-            return store
+        found = self._stores.get(in_directory)
+        if found is not None and found.is_there:
+            return found
+        directory = self.directory if in_directory else None
+        made = Store(self._size(directory), directory)
+        if found is None:  # Another thread may have made one at the same time.
+            return self._stores.setdefault(in_directory, made)
+        self._stores[in_directory] = made
+        return made
 
     def _size(self, directory: Path | None) -> int:
         if self.max_bytes is not None and (directory or self.directory is None):
@@ -148,7 +148,7 @@ class Cache:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock(), _stores={})
+        vars(self).update(state, _stores={})
 
 
 def _num_bytes(size: int | str) -> int:

@@ -23,6 +23,15 @@ _MIN_ENTRIES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A sample that was found, on its way from load to preprocess."""
+
+    index: Any
+    kind: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Fresh:
     """A sample that was not found, on its way from load to preprocess."""
 
@@ -160,22 +169,29 @@ class Entries:
 
     # -- entries ----------------------------------------------------------------------------------
 
-    def find(self, key: bytes | None) -> Entry | None:
-        """Return an entry, and count a hit or a miss."""
+    def find(self, index: Any, key: bytes | None, parts: Parts) -> Kept | None:
+        """Return what was kept of a sample, and count a hit or a miss."""
+        kept, entry = None, self._entry(key)
+        if entry is not None:
+            # It may be a view, if all that is to be done with it is to read it. What was read from
+            # a directory is a copy already.
+            may_view = parts.only_reads and (self._options.may_view or not parts.hands_out)
+            copies = not self._is_shared and (entry.kind != VALUE or not may_view)
+            # Another version of a library may have written it, or anyone who can write there.
+            with contextlib.suppress(Exception):
+                value = decoded(entry.memory, is_shared=self._is_shared, copies=copies)
+                kept = Kept(index, entry.kind, value)
+        self.counter.add(kept is not None, kept is None)
+        return kept
+
+    def _entry(self, key: bytes | None) -> Entry | None:
         entry, level = None, self.level
         if key is not None:
             if self.value is not None and level != "raw":
                 entry = self.value.get(key)
             if entry is None and self.raw is not None and level in ("raw", None):
                 entry = self.raw.get(key)
-        self.counter.add(entry is not None, entry is None)
         return entry
-
-    def value_of(self, entry: Entry, parts: Parts) -> Any:
-        """Return what was kept. A view of it, if all that is to be done with it is to read it."""
-        may_view = parts.only_reads and (self._options.may_view or not parts.hands_out)
-        copies = entry.kind != VALUE or not may_view
-        return decoded(entry.memory, is_shared=self._is_shared, copies=copies)
 
     def keep_raw(self, key: bytes | None, parts: Parts, raw: Any) -> None:
         # Beside values, if this sample has none.
@@ -228,7 +244,7 @@ class Entries:
         if num_samples == 0 or num_entries < _MIN_ENTRIES:
             return True
         others = self._store.usage.num_bytes - space.end
-        expected = num_samples * space.end / num_entries
+        expected = max(1.0, num_samples * space.end / num_entries)
         share = (self._store.max_bytes - others) / expected
         return int.from_bytes(key[8:], "little") < share * (1 << 64)
 

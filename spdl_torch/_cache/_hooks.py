@@ -11,28 +11,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from .._dataset import Hooks, completed
 from .._random import DrawWatch
 from ._codec import are_equal
-from ._entries import BAD, VALUE, Entries, Fresh
+from ._entries import BAD, VALUE, Entries, Fresh, Kept
 from ._parts import Parts
-from ._space import Entry
 
 _NUM_CHECKED: Final = 8
 """How many samples of code that is not known each worker makes twice at first."""
 _CHECKED_EACH: Final = 256
 """And then one of so many."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A sample that was found, on its way from load to preprocess."""
-
-    index: Any
-    entry: Entry
 
 
 def _has_drawn(watch: DrawWatch | None) -> bool:
@@ -48,8 +38,8 @@ class CachedPreprocess:
         self._hooks = hooks
         self._num_made = itertools.count()
 
-    def __call__(self, sample: _Kept | Fresh) -> Any:
-        if isinstance(sample, _Kept):
+    def __call__(self, sample: Kept | Fresh) -> Any:
+        if isinstance(sample, Kept):
             return self.from_kept(sample)
         entries, parts = self._entries, self._parts
         if entries.value is None or entries.level == "raw":
@@ -57,20 +47,12 @@ class CachedPreprocess:
             return parts.make(sample.index, sample.raw)
         return self._from_fresh(sample)
 
-    def from_kept(self, sample: _Kept) -> Any:
-        try:
-            kept = self._entries.value_of(sample.entry, self._parts)
-        except Exception:  # Another version of a library wrote it.
-            return self._make_again(sample.index)
-        if sample.entry.kind == BAD:
-            raise kept
-        if sample.entry.kind == VALUE:
-            return self._parts.rest(sample.index, kept)
-        return self._parts.make(sample.index, self._parts.unpack(sample.index, kept))
-
-    def _make_again(self, index: Any) -> Any:
-        load = self._hooks.load
-        return self._parts.make(index, index if load is None else completed(load, index))
+    def from_kept(self, sample: Kept) -> Any:
+        if sample.kind == BAD:
+            raise sample.value
+        if sample.kind == VALUE:
+            return self._parts.rest(sample.index, sample.value)
+        return self._parts.make(sample.index, self._parts.unpack(sample.index, sample.value))
 
     def _from_fresh(self, sample: Fresh) -> Any:
         entries, parts = self._entries, self._parts
@@ -127,10 +109,9 @@ class CachedLookup:
         self._hooks = hooks
         self.preprocess = CachedPreprocess(entries, parts, hooks)
 
-    def _look(self, index: Any) -> tuple[bytes | None, _Kept | None]:
+    def _look(self, index: Any) -> tuple[bytes | None, Kept | None]:
         key = self._parts.key(index)
-        entry = self._entries.find(key)
-        return key, None if entry is None else _Kept(index, entry)
+        return key, self._entries.find(index, key, self._parts)
 
     def _look_many(self, indices: Any) -> tuple[list[Any], dict[int, tuple[Any, bytes | None]]]:
         found: list[Any] = []
@@ -154,7 +135,7 @@ class CachedLoad(CachedLookup):
 
     def load(self, index: Any) -> Any:
         key, kept = self._look(index)
-        sample: _Kept | Fresh | None = kept
+        sample: Kept | Fresh | None = kept
         if sample is None:
             assert self._hooks.load is not None
             watch, started = self.preprocess.watch(), time.perf_counter()
@@ -164,7 +145,7 @@ class CachedLoad(CachedLookup):
 
     async def load_async(self, index: Any) -> Any:
         key, kept = self._look(index)
-        sample: _Kept | Fresh | None = kept
+        sample: Kept | Fresh | None = kept
         if sample is None:
             load: Any = self._hooks.load
             watch, started = self.preprocess.watch(), time.perf_counter()
@@ -212,7 +193,7 @@ class CachedLoad(CachedLookup):
         for (place, (index, key)), raw in zip(missing.items(), raws, strict=True):
             found[place] = Fresh(index, key, raw, seconds / len(raws), has_drawn)
 
-    def _passed_on(self, sample: _Kept | Fresh) -> Any:
+    def _passed_on(self, sample: Kept | Fresh) -> Any:
         """Return what the next stage takes: without one, the sample."""
         return sample if self._hooks.preprocess is not None else self.preprocess(sample)
 
@@ -246,7 +227,7 @@ class CachedSamples(CachedLookup):
             for place, value in zip(missing, samples, strict=True):
                 found[place] = value
         return [
-            self.preprocess.from_kept(each) if isinstance(each, _Kept) else each for each in found
+            self.preprocess.from_kept(each) if isinstance(each, Kept) else each for each in found
         ]
 
     def _are_same(self, make: Callable[[Any], Any], indices: Any, samples: Any) -> bool:

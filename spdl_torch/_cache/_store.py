@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -42,31 +41,49 @@ class Store:
         self.directory = directory
         self._spaces: dict[str, Space] = {}
         self._owners: dict[str, tuple[Any, dict[str, Any]]] = {}
-        if directory is not None:
-            _prepare(directory)
-        self.usage = Usage(max_bytes, directory and directory / _USAGE)
+        if directory is None:
+            self.usage = Usage(max_bytes, None)
+        else:
+            with _used_as_cache(directory):
+                _prepare(directory)
+                self.usage = Usage(max_bytes, directory / _USAGE)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the directory is still the one that was opened."""
+        return self.usage.is_at(self.directory and self.directory / _USAGE)
+
+    # Threads may call these methods at the same time. There is no lock of threads, because a
+    # process that is forked meanwhile would wait for it.
 
     def space(self, name: str, num_samples: int, about: dict[str, Any]) -> Space:
         """Return the space of a name. Make it, for so many samples, if there is none."""
+        name = f"{name}-{FORMAT}"
+        num_slots = max(1 << 12, 2 * num_samples)
         space = self._spaces.get(name)
-        if space is None:
-            num_slots = max(1 << 12, 2 * num_samples)
-            if self.directory is None:
-                space = Space(name, MemoryFiles.create(num_slots, self.max_bytes))
-            else:
-                space = _space_in(self.directory, name, num_slots, about)
-            self._spaces[name] = space
-            self._count()
+        if self.directory is None:
+            if space is None:
+                space = Space(name, MemoryFiles(num_slots, self.max_bytes))
+            return self._spaces.setdefault(name, space)
+        with _used_as_cache(self.directory):
+            if space is None or not space.is_usable_at(self.directory / name):
+                with self.usage.lock():
+                    space = _space_in(self.directory, name, num_slots, about)
+                    self._spaces[name] = space
+                    self._count()
         return space
 
     def _count(self) -> None:
-        """Count what is used: spaces may have been removed, or a process have died in between."""
+        """Count what is used: spaces may have been removed, or a process have died in between.
+
+        Call it with the lock of the usage, so that no space that is made meanwhile is missed.
+        """
         spaces = list(self._spaces.values())
         if self.directory is not None:
+            spaces = []
             for folder in spaces_in(self.directory):
-                if folder.name not in self._spaces:
-                    with contextlib.suppress(OSError, DamagedTable):
-                        spaces.append(Space(folder.name, DirectoryFiles(folder)))
+                with contextlib.suppress(OSError, DamagedTable):
+                    spaces.append(Space(folder.name, DirectoryFiles(folder)))
         self.usage.count(spaces)
 
     def space_of_object(
@@ -80,16 +97,11 @@ class Store:
         found = self._owners.get(name)
         # The old owner was kept, so no other object has its id.
         if found is None or not _are_same(found[1], attributes):
-            self._spaces.pop(name, None)
-            self._count()
+            with self.usage.lock():
+                self._spaces.pop(f"{name}-{FORMAT}", None)
+                self._count()
             self._owners[name] = owner, attributes
         return self.space(name, num_samples, {})
-
-    def reopen_after_fork(self) -> None:
-        """Open all files again, in a child process."""
-        self.usage.open()
-        for space in self._spaces.values():
-            space.open()
 
     def __getstate__(self) -> dict[str, Any]:
         # A child needs no more, and the owners may not be picklable.
@@ -106,63 +118,66 @@ def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def _prepare(directory: Path) -> None:
+@contextlib.contextmanager
+def _used_as_cache(directory: Path) -> Iterator[None]:
+    """Say what to do if the directory cannot be used."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not (directory / _MARKER).exists():
-            if (
-                any(not path.name.startswith(_TEMPORARY) for path in directory.iterdir())
-                and not (directory / _MARKER).exists()
-            ):
-                raise CacheDirectoryError(
-                    f"{directory} is not empty and is no cache of spdl_torch. "
-                    "Use an empty or new directory."
-                )
-            _write_json(directory / _MARKER, {"format": FORMAT})
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it is not writable")
+        yield
     except CacheDirectoryError:
         raise
     except OSError as error:
         raise CacheDirectoryError(
             f"{directory} cannot be used as a cache: {error}. "
-            "Use a directory on a local disk that you may write to."
+            "Use a directory on a local disk that has room and that you may write to."
         ) from error
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file so that it is there as a whole, or not at all."""
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    temporary.rename(path)
+def _prepare(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if not is_cache(directory):
+        # Another process may do the same now.
+        others = [path for path in directory.iterdir() if not path.name.startswith(_TEMPORARY)]
+        if others and not is_cache(directory):
+            raise CacheDirectoryError(
+                f"{directory} is not empty and is no cache of spdl_torch. "
+                "Use an empty or new directory."
+            )
+        marker = _temporary_in(directory)  # So that it is there as a whole, or not at all.
+        marker.write_text(json.dumps({"format": FORMAT}) + "\n")
+        marker.rename(directory / _MARKER)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(13, "it is not writable")
+
+
+def _temporary_in(directory: Path) -> Path:
+    return directory / f"{_TEMPORARY}{os.urandom(8).hex()}"
+
+
+# Spaces are made and removed under the lock of the usage. Each appears as a whole, and disappears
+# as a whole, by a rename: a process may be killed in between.
 
 
 def _space_in(directory: Path, name: str, num_slots: int, about: dict[str, Any]) -> Space:
     folder = directory / name
-    for _ in range(2):
-        try:
-            if not folder.exists():
-                _create(folder, num_slots, about)
-            return Space(name, DirectoryFiles(folder))
-        except DamagedTable:  # Nothing in it can be found. Views of it stay valid.
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError as error:
-            raise CacheDirectoryError(
-                f"{directory} cannot be used as a cache: {error}. Free some room in it, or use "
-                "another directory on a local disk."
-            ) from error
-    raise CacheDirectoryError(f"{folder} is damaged and cannot be replaced. Remove it.")
+    try:
+        return Space(name, DirectoryFiles(folder))
+    except (DamagedTable, FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        if folder.exists():  # Nothing in it can be found.
+            _remove(folder)
+    for left in directory.glob(f"{_TEMPORARY}*"):  # By a process that was killed.
+        shutil.rmtree(left, ignore_errors=True)
+    _create(folder, num_slots, about)
+    return Space(name, DirectoryFiles(folder))
 
 
 def _create(folder: Path, num_slots: int, about: dict[str, Any]) -> None:
-    """Make an empty space in a directory, as a whole: another process may do the same now."""
-    temporary = folder.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{folder.name}")
+    temporary = _temporary_in(folder.parent)
     temporary.mkdir()
     try:
         (temporary / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         table = os.open(temporary / TABLE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            # With blocks: a process that writes to a mapping on a full disk is killed.
+            # With blocks: who reads a hole of a mapping on a full disk may be killed.
             os.posix_fallocate(table, 0, table_bytes(num_slots))
             write_header(table, num_slots)
         finally:
@@ -170,17 +185,27 @@ def _create(folder: Path, num_slots: int, about: dict[str, Any]) -> None:
         temporary.rename(folder)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
-        if not folder.exists():
-            raise
+        raise
+
+
+def _remove(folder: Path) -> None:
+    temporary = _temporary_in(folder.parent)
+    folder.rename(temporary)
+    if temporary.is_dir():
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        temporary.unlink()
 
 
 def spaces_in(directory: Path) -> list[Path]:
     """Return the folders of the spaces in a directory, whatever their version."""
-    return sorted(path.parent for path in directory.glob(f"*/{_ABOUT}") if _is_space(path.parent))
+    return sorted(path for path in directory.iterdir() if _is_space(path))
 
 
 def _is_space(folder: Path) -> bool:
-    return not folder.name.startswith(_TEMPORARY)
+    if folder.name.startswith(_TEMPORARY):
+        return False
+    return any((folder / name).exists() for name in (_ABOUT, TABLE))
 
 
 class SpaceReport(NamedTuple):
@@ -220,7 +245,14 @@ def is_cache(directory: Path) -> bool:
 
 
 def clear(directory: Path) -> None:
-    """Remove all entries. Loaders that use the cache keep what they have mapped."""
-    for path in directory.iterdir():
-        if path.is_dir() and ((path / _ABOUT).exists() or path.name.startswith(_TEMPORARY)):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove all entries. Loaders that use the cache keep what they have opened."""
+    if not is_cache(directory):
+        raise CacheDirectoryError(
+            f"{directory} is no cache of spdl_torch, so nothing was removed. "
+            "Name the directory of a cache."
+        )
+    with _used_as_cache(directory), Usage(0, directory / _USAGE).lock():
+        for folder in spaces_in(directory):
+            _remove(folder)
+        for left in directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)

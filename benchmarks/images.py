@@ -48,22 +48,43 @@ the worst of them. A large one over all, as from resizing without antialiasing, 
 a single image of ours that is far off fails `--check`. For `augment` and `train` all who draw the
 same random numbers are seeded alike, image by image, outside of the measurement. DALI has its own,
 and its crop of `val` is up to a pixel beside that of the others: it is not compared there either.
+FFCV is not compared for the same two reasons.
 torchcodec turns images as EXIF says, which is why its worst image may be far off.
 For `train` and `val` the normalisation is undone before; their reference is the dataset of
 `torch, PIL`, and `ours, unmodified` and `ours, exact` must not differ from it in a single bit.
 
 Peers
 -----
-`spdl`, `nvidia.dali` and `torchcodec` take part if they can be used. SPDL loads a batch per task,
-as its documentation does for images; its pipeline keeps the input order, as everybody's does. SPDL
-and DALI give images with the channels last, which is spared them here: their batches are views in
-the layout of the others.
+`spdl`, `nvidia.dali`, `torchcodec` and `ffcv` take part if they can be used. SPDL loads a batch per
+task, as its documentation does for images; its pipeline keeps the input order, as everybody's does.
+SPDL, DALI and FFCV give images with the channels last, which is spared them here: their batches are
+views in the layout of the others.
+
+FFCV takes part in `train` and `val`. It reads a file of its own, which is written before the
+measurement and is in the page cache. Its two rows decode images of the original size:
+`FFCV, same files` has the very bytes of the JPEGs, which FFCV's writer cannot store by itself.
+`FFCV, re-encoded` is what that writer makes with `write_mode="jpg"`: it decodes the files and
+encodes JPEGs of quality 90 with subsampled chroma. They are cheaper to decode than better files.
+What FFCV does is not quite the same work:
+
+- It decodes with libjpeg-turbo's fast, less precise transform, and ignores errors.
+- It resizes by area, not by antialiased bilinear interpolation.
+- Its random crops are of the same distribution, but drawn by itself, from numba's generator.
+- Its crop of `val` is the middle of the original image, resized once. The others resize the whole
+  image and cut out its middle, which is more work.
+- Its batches are five buffers that it uses again and again. The others' belong to the consumer.
+- It is compiled when it is first used. That is left out, as all start-up is.
+
+Once FFCV has run, numba's threads are in this process, and numba says "Unable to join threads" when
+another loader forks its workers. They do not use numba.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import itertools
 import json
 import statistics
@@ -78,6 +99,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from av import CodecContext, Packet, VideoCodecContext, VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
@@ -102,7 +124,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -183,13 +204,18 @@ class Job:
 
 def images_per_second(open_batches: OpenBatches, job: Job) -> float:
     """Throughput in the middle of an epoch; the module's docstring says why there."""
-    delivered_at_seconds = [time.perf_counter() for _ in open_batches(job.num_batches)]
+    return job.num_counted * job.batch_size / counted_seconds(open_batches(job.num_batches), job)
+
+
+def counted_seconds(batches: Iterable[Batch], job: Job) -> float:
+    """How long the counted batches of an epoch take."""
+    delivered_at_seconds = [time.perf_counter() for _ in batches]
     # SPDL drops a batch that fails and goes on; less work must not count as more speed.
     if len(delivered_at_seconds) != job.num_batches:
         raise RuntimeError(f"expected {job.num_batches} batches, got {len(delivered_at_seconds)}")
     start_seconds = delivered_at_seconds[job.num_before - 1]
     stop_seconds = delivered_at_seconds[job.num_before - 1 + job.num_counted]
-    return job.num_counted * job.batch_size / (stop_seconds - start_seconds)
+    return stop_seconds - start_seconds
 
 
 class Peer(Contender):
@@ -203,12 +229,17 @@ class Peer(Contender):
 @cache
 def is_usable(module_name: str) -> bool:
     try:
+        if module_name == FFCV:
+            with same_number_of_threads():
+                importlib.import_module(module_name)
         importlib.import_module(module_name)
         if module_name == "spdl.io":
             # It comes without FFmpeg, and looks for one when it is first used.
             importlib.import_module("spdl.io.utils").get_ffmpeg_versions()
-        elif module_name == "torchcodec.decoders":
+        elif module_name == TORCHCODEC:
             torchcodec_decoder()  # Older versions decode videos only.
+        elif module_name == TORCHVISION_IO:
+            torchvision_decoder()  # It is deprecated.
     except (AttributeError, ImportError, OSError, RuntimeError):
         return False
     return True
@@ -241,6 +272,8 @@ class ImageSection(Section):
     """Who the table compares with the others."""
     exact: tuple[str, ...] = ()
     """Whose images must be PIL's, bit by bit."""
+    further_figures: dict[str, list[float]] = field(default_factory=dict)
+    """What contenders measure beside their own figure, by name and one for each round."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -364,13 +397,9 @@ def pil_folder(folder: Path, *, augmented: bool) -> Any:
     return ImageFolder(folder, transform=transform)
 
 
-def torchvision_io_folder(folder: Path, *, augmented: bool) -> Any:
-    """Torchvision's dataset with torchvision's own decoder."""
-    return ImageFolder(
-        folder,
-        transform=v2.Compose(geometry(augmented=augmented)),
-        loader=partial(decode_image, mode=ImageReadMode.RGB),
-    )
+def folder_of_tensors(folder: Path, load: Callable[[str], Tensor], *, augmented: bool) -> Any:
+    """Torchvision's dataset with a decoder to tensors."""
+    return ImageFolder(folder, transform=v2.Compose(geometry(augmented=augmented)), loader=load)
 
 
 def geometry(*, augmented: bool) -> list[Any]:
@@ -420,6 +449,20 @@ def recipe_folder_of_tensors(
 
 # Peers are imported where they are used, as they may be absent.
 
+TORCHVISION_IO = "torchvision.io"
+TORCHCODEC = "torchcodec.decoders"
+
+
+def decode_by_torchvision(path: str) -> Tensor:
+    image: Tensor = torchvision_decoder()(path)
+    return image
+
+
+@cache
+def torchvision_decoder() -> Callable[..., Any]:
+    module = importlib.import_module(TORCHVISION_IO)
+    return partial(module.decode_image, mode=module.ImageReadMode.RGB)
+
 
 def decode_by_torchcodec(path: str) -> Tensor:
     image: Tensor = torchcodec_decoder()(path, mode="RGB")
@@ -429,7 +472,7 @@ def decode_by_torchcodec(path: str) -> Tensor:
 @cache
 def torchcodec_decoder() -> Callable[..., Any]:
     """Its decoder of images, or of JPEGs in versions that have no other."""
-    decoders = importlib.import_module("torchcodec.decoders")
+    decoders = importlib.import_module(TORCHCODEC)
     decoder: Callable[..., Any] = getattr(decoders, "decode_image", None) or decoders.decode_jpeg
     return decoder
 
@@ -573,6 +616,141 @@ def dali_pipeline(job: Job, *, augmented: bool, is_recipe: bool) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------
+# FFCV
+# ---------------------------------------------------------------------------------------------
+
+FFCV = "ffcv.loader"
+
+
+@dataclass(frozen=True)
+class Beton:
+    """A file of FFCV with the chosen images of a job, and what is to be made of them."""
+
+    path: Path
+    augmented: bool
+    is_recipe: bool
+    """Make float32 and normalise."""
+
+
+@contextlib.contextmanager
+def same_number_of_threads() -> Iterator[None]:
+    """FFCV sets how many threads torch uses, even when it is imported."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@same_number_of_threads()
+def write_beton(
+    job: Job,
+    path: Path,
+    *,
+    keeps_files: bool = False,
+    write_mode: str = "jpg",
+    max_resolution: int | None = None,
+) -> None:
+    """Write a file of FFCV. With `keeps_files`, it has the bytes of the JPEGs as they are."""
+    fields = importlib.import_module("ffcv.fields")
+    writer = importlib.import_module("ffcv.writer").DatasetWriter
+    image_field = fields.RGBImageField(write_mode=write_mode, max_resolution=max_resolution)
+    if keeps_files:
+        image_field.encode = partial(encode_file, image_field.encode)
+    samples = BetonSamples([job.samples[index] for index in job.chosen], reads=not keeps_files)
+    # It shows its progress, which would disturb ours.
+    with contextlib.redirect_stderr(io.StringIO()):
+        writer(
+            str(path),
+            {"image": image_field, "label": fields.IntField()},
+            num_workers=job.num_workers,
+        ).from_indexed_dataset(samples)
+
+
+class BetonSamples:
+    """What FFCV's writer takes: images, or the paths of their files, and labels."""
+
+    def __init__(self, samples: list[tuple[str, int]], *, reads: bool) -> None:
+        self.samples = samples
+        self.reads = reads
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        path, label = self.samples[index]
+        return (pil_array(path) if self.reads else path), label
+
+
+def pil_array(path: str) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def encode_file(
+    encode: Callable[..., None], destination: Any, path: str, allocate: Callable[[int], Any]
+) -> None:
+    """Write the bytes of a JPEG in the place of what FFCV would encode."""
+    with Image.open(path) as image:
+        # FFCV decodes to RGB, and does not notice that libjpeg-turbo cannot do that with CMYK.
+        is_kept = image.format == "JPEG" and image.mode in {"RGB", "L"}
+        width, height = image.size
+    if not is_kept:
+        encode(destination, pil_array(path), allocate)
+        return
+    modes = importlib.import_module("ffcv.fields.rgb_image").IMAGE_MODES
+    data = np.fromfile(path, np.uint8)
+    destination["mode"], destination["height"], destination["width"] = modes["jpg"], height, width
+    destination["data_ptr"], storage = allocate(data.nbytes)
+    storage[:] = data
+
+
+def open_ffcv(beton: Beton, job: Job, num_batches: int) -> Iterator[Batch]:
+    """FFCV's loader, which goes through the file in the order of the job."""
+    place_of = {index: place for place, index in enumerate(job.chosen)}
+    places = [place_of[index] for index in job.indices(num_batches)]
+    return open_ffcv_at(beton, job, places)
+
+
+def open_ffcv_at(beton: Beton, job: Job, places: list[int]) -> Iterator[Batch]:
+    with same_number_of_threads():
+        loader = ffcv_loader(beton, job.batch_size, job.num_workers)
+        # It takes an order when it is made, and would be compiled again for each.
+        order = np.array(places, dtype="uint64")
+        loader.traversal_order.indices = loader.first_traversal_order = order
+        for images, labels in loader:
+            yield images, labels.flatten()
+
+
+@cache
+def ffcv_loader(beton: Beton, batch_size: int, num_workers: int) -> Any:
+    fields = importlib.import_module("ffcv.fields.decoders")
+    transforms = importlib.import_module("ffcv.transforms")
+    module = importlib.import_module(FFCV)
+    if beton.augmented:
+        image = [
+            fields.RandomResizedCropRGBImageDecoder((SIZE, SIZE), SCALE, ASPECT_RATIO),
+            transforms.RandomHorizontalFlip(0.5),
+        ]
+    else:
+        ratio = SIZE / RESIZED_SIZE
+        image = [fields.CenterCropRGBImageDecoder((SIZE, SIZE), ratio=ratio)]
+    if beton.is_recipe:
+        mean, std = (255 * np.array(values) for values in (MEAN, STD))
+        image += [transforms.NormalizeImage(mean, std, np.float32)]
+    image += [transforms.ToTensor(), transforms.ToTorchImage()]
+    return module.Loader(
+        str(beton.path),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        os_cache=True,
+        order=module.OrderOption.SEQUENTIAL,
+        drop_last=False,
+        pipelines={"image": image, "label": [fields.IntDecoder(), transforms.ToTensor()]},
+    )
+
+
+# ---------------------------------------------------------------------------------------------
 # Limits
 # ---------------------------------------------------------------------------------------------
 
@@ -666,7 +844,7 @@ def resize_section(folder: Path, num_workers: int) -> ImageSection:
     files = read_files(job)
     jpegs = {path: data for path, data in files.items() if is_jpeg(data)}
     encoded = [jpegs[path] for path in job.counted_paths() if path in jpegs]
-    contenders = [loader(name, job, open_batches) for name, open_batches in opened.items()]
+    contenders = loaders_of(opened, job)
     opened["spdl"] = partial(open_spdl, spdl_resized, job)
     opened["DALI"] = partial(open_dali, job, augmented=False)
     contenders += [
@@ -706,7 +884,7 @@ def augment_section(folder: Path, num_workers: int) -> ImageSection:
     job = Job(folder, num_workers, batch_size=64, num_counted=20)
     read_files(job)
     opened = open_torch_and_ours(job, augmented=True)
-    contenders = [loader(name, job, open_batches) for name, open_batches in opened.items()]
+    contenders = loaders_of(opened, job)
     contenders += [
         loader("spdl", job, partial(open_spdl, spdl_augmented, job), needs="spdl.io"),
         loader(
@@ -723,7 +901,7 @@ def augment_section(folder: Path, num_workers: int) -> ImageSection:
         return partial(difference_when_seeded, load, lambda index: pil[index][0], job)
 
     ours = our_folder(folder, augmented=True)
-    torchvision_io = torchvision_io_folder(folder, augmented=True)
+    torchvision_io = folder_of_tensors(folder, decode_by_torchvision, augmented=True)
     return ImageSection(
         "augment",
         "img/s",
@@ -742,7 +920,7 @@ def augment_section(folder: Path, num_workers: int) -> ImageSection:
     )
 
 
-def recipe_section(name: str, folder: Path, num_workers: int) -> ImageSection:
+def recipe_section(name: str, folder: Path, temporary: Path, num_workers: int) -> ImageSection:
     augmented = name == "train"
     job = Job(folder, num_workers, batch_size=64, num_counted=20)
     read_files(job)
@@ -752,7 +930,7 @@ def recipe_section(name: str, folder: Path, num_workers: int) -> ImageSection:
     make_folder = partial(recipe_folder_of_tensors, folder, augmented=augmented)
     torchs = {
         "torch, PIL": whole,
-        "torch, torchvision.io": make_folder(partial(decode_image, mode=ImageReadMode.RGB)),
+        "torch, torchvision.io": make_folder(decode_by_torchvision),
         "torch, torchcodec": make_folder(decode_by_torchcodec),
     }
     ours: dict[str, tuple[Any, Any]] = {
@@ -762,9 +940,12 @@ def recipe_section(name: str, folder: Path, num_workers: int) -> ImageSection:
         OURS_UNMODIFIED: (whole, False),
     }
     needs = {
-        "torch, torchcodec": "torchcodec.decoders",
+        "torch, torchvision.io": TORCHVISION_IO,
+        "torch, torchcodec": TORCHCODEC,
         "spdl": "spdl.io",
         "DALI": "nvidia.dali.plugin.pytorch",
+        "FFCV, same files": FFCV,
+        "FFCV, re-encoded": FFCV,
     }
     opened: dict[str, OpenBatches] = {
         contender: partial(open_loader, partial(spdl_torch.DataLoader, fuse=fuse), dataset, job)
@@ -775,6 +956,11 @@ def recipe_section(name: str, folder: Path, num_workers: int) -> ImageSection:
     load_by_spdl = partial(spdl_recipe, augmented=augmented)
     opened["spdl"] = partial(open_spdl, load_by_spdl, job)
     opened["DALI"] = partial(open_dali, job, augmented=augmented, is_recipe=True)
+    for contender, keeps_files in {"FFCV, same files": True, "FFCV, re-encoded": False}.items():
+        beton = Beton(temporary / f"{name}-{keeps_files}.beton", augmented, is_recipe=True)
+        if is_usable(FFCV):
+            write_beton(job, beton.path, keeps_files=keeps_files)
+        opened[contender] = partial(open_ffcv, beton, job)
 
     def seeded(dataset: Any, fuse: Any) -> OpenBatches:
         return partial(open_loader, partial(spdl_torch.DataLoader, fuse=fuse, seed=0), dataset, job)
@@ -804,6 +990,8 @@ def recipe_section(name: str, folder: Path, num_workers: int) -> ImageSection:
             Ratio(OURS_FUSED, "torch, torchcodec", at_least=1.3 if augmented else None),
             Ratio(OURS_FUSED, "spdl"),
             Ratio(OURS_FUSED, "DALI"),
+            Ratio(OURS_FUSED, "FFCV, same files"),
+            Ratio(OURS_FUSED, "FFCV, re-encoded"),
             Ratio(OURS_FUSED_BYTES, "torch, PIL"),
             Ratio(OURS_EXACT, "torch, PIL", at_least=1.1),
         ],
@@ -821,7 +1009,7 @@ def large_section(kind: str, folder: Path, num_workers: int) -> ImageSection:
     return ImageSection(
         f"large, {kind}",
         "img/s",
-        [loader(name, job, open_batches) for name, open_batches in opened.items()],
+        loaders_of(opened, job),
         [
             Ratio(OURS, "torch, PIL"),
             Ratio(OURS, "torch, torchvision.io", at_least=3 if kind == "enlarged" else None),
@@ -833,10 +1021,18 @@ def large_section(kind: str, folder: Path, num_workers: int) -> ImageSection:
     )
 
 
+def loaders_of(opened: dict[str, OpenBatches], job: Job) -> list[Contender]:
+    needs = {"torch, torchvision.io": TORCHVISION_IO}
+    return [
+        loader(name, job, open_batches, needs=needs.get(name))
+        for name, open_batches in opened.items()
+    ]
+
+
 def open_torch_and_ours(job: Job, *, augmented: bool) -> dict[str, OpenBatches]:
     ours = our_folder(job.folder, augmented=augmented)
     pil = pil_folder(job.folder, augmented=augmented)
-    torchvision_io = torchvision_io_folder(job.folder, augmented=augmented)
+    torchvision_io = folder_of_tensors(job.folder, decode_by_torchvision, augmented=augmented)
     return {
         OURS: partial(open_loader, spdl_torch.DataLoader, ours, job),
         OUR_THREADS: partial(open_loader, our_loader_of_threads, ours, job),
@@ -995,8 +1191,10 @@ SECTION_NAMES = ["resize", "augment", "train", "val", "large"]
 LARGE_KINDS = ["enlarged", "mosaic"]
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("Measure our image loading and its peers.", SECTION_NAMES)
+def parse_arguments(
+    arguments: Sequence[str], description: str, section_names: Sequence[str]
+) -> argparse.Namespace:
+    parser = argument_parser(description, section_names)
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
     options = checked(parser, arguments)
     if options.workers < 1:
@@ -1013,7 +1211,7 @@ def make_sections(
         elif name == "augment":
             yield augment_section(folder, num_workers)
         elif name in {"train", "val"}:
-            yield recipe_section(name, folder, num_workers)
+            yield recipe_section(name, folder, temporary, num_workers)
         else:
             for kind in LARGE_KINDS:
                 with console.status(f"making large images, {kind}"):
@@ -1021,8 +1219,14 @@ def make_sections(
                 yield large_section(kind, temporary / kind, num_workers)
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = parse_arguments(arguments)
+MakeSections = Callable[[Sequence[str], Path, Path, int, Console], Iterable[ImageSection]]
+"""From names, the images, a temporary folder, the number of workers and a console to sections."""
+
+
+def run_sections(
+    options: argparse.Namespace, make_sections: MakeSections, *, with_targets: bool
+) -> int:
+    """Measure and report all sections; return the exit status."""
     # torch advises against more workers than cores; --workers has been chosen all the same.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     console = Console()
@@ -1040,8 +1244,8 @@ def main(arguments: Sequence[str]) -> int:
         console.print(description, markup=False, highlight=False)
         for section in make_sections(options.only, folder, temporary, options.workers, console):
             differences = measure_differences(section, console)
-            figures = measure_section(section, options.rounds, console)
-            print_section(section, figures, differences, console, with_targets=options.check)
+            figures = measure_section(section, options.rounds, console) | section.further_figures
+            print_section(section, figures, differences, console, with_targets=with_targets)
             as_json = {name: asdict(difference) for name, difference in differences.items()}
             results.append({**section_as_json(section, figures), "differences": as_json})
             unmet += unmet_targets(section, figures, differences)
@@ -1059,6 +1263,12 @@ def main(arguments: Sequence[str]) -> int:
     for message, _ in unmet:
         console.print(message, markup=False, highlight=False)
     return 1 if any(is_missed for _, is_missed in unmet) else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    description = "Measure our image loading and its peers."
+    options = parse_arguments(arguments, description, SECTION_NAMES)
+    return run_sections(options, make_sections, with_targets=options.check)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ removed. What makes this right, whichever process is killed at whichever moment:
 
 - The state that changes is the end of the data, two counters, and the slots. It changes under the
   lock, which the kernel releases when its owner dies. User code never runs under the lock.
-- A writer first moves the end of the data, so that its bytes belong to nobody else; then it writes
+- A writer first moves the end of the data, so that no other writer has its bytes; then it writes
   them, without the lock; then it fills the slot. A writer that dies on the way leaves a gap in the
   data, or a slot whose checksum is wrong.
 - A reader takes no lock. It believes a slot only if the slot's checksum is right, and in a
@@ -230,10 +230,11 @@ class _Table:
         return None, None
 
     def slots(self) -> Iterator[Any]:
-        """Yield all slots that are valid."""
-        for place in range(self.num_slots):
-            if (slot := self._slot_at(_HEADER_BYTES + place * _SLOT.size)) is not None:
-                yield slot
+        """Yield all slots that are in use; None for one that is damaged."""
+        empty = bytes(_SLOT.size)
+        for at in range(_HEADER_BYTES, table_bytes(self.num_slots), _SLOT.size):
+            if self._memory[at : at + _SLOT.size] != empty:
+                yield self._slot_at(at)
 
     def _slot_at(self, at: int) -> Any:
         data = self._memory[at : at + _SLOT.size]
@@ -331,9 +332,9 @@ class Space:
         self._damaged.add(key)
         return None
 
-    def keys(self) -> Iterator[bytes]:
-        """Yield the keys of all entries."""
-        return (slot[0] for slot in self._table.slots())
+    def keys(self) -> Iterator[bytes | None]:
+        """Yield the keys of all entries; None where it is damaged."""
+        return (None if slot is None else slot[0] for slot in self._table.slots())
 
     def _view(self, offset: int, size: int) -> Bytes | None:
         number, start = divmod(offset, SEGMENT_BYTES)

@@ -234,6 +234,23 @@ def test_clear_removes_one_space(directory, capsys):
     assert fill(directory, Photos(), level="sample") == 0
 
 
+@pytest.mark.parametrize("refills", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_outlives_clear(tmp_path, num_workers, refills):
+    """A loader whose cache is cleared, and filled by another, makes its samples, and keeps them."""
+    directory = tmp_path / "cache"
+    cache = Cache("100MB", directory=directory, token="1", level="sample")
+    loader = DataLoader(Photos(), batch_size=8, num_workers=num_workers, cache=cache)
+    expected = torch.cat(list(loader))
+    assert run(directory, "--clear") == 0
+    if refills:
+        fill(directory, Photos(), level="sample")
+    for num_misses in (0 if refills else NUM_SAMPLES, 0):
+        assert torch.equal(torch.cat(list(loader)), expected)
+        assert loader.stats().cache.num_misses == num_misses
+    assert run(directory, "--verify") == 0
+
+
 def test_cache_object_spares_other_directories(tmp_path):
     """`Cache.clear()` for a directory that is no cache removes nothing."""
     (tmp_path / "project").mkdir()

@@ -420,6 +420,17 @@ class Space:
             yield
 
 
+def is_removed(space: Space) -> bool:
+    """Return whether the files of a space were removed, or replaced, since it was opened."""
+    if isinstance(space._files, MemoryFiles):
+        return False
+    try:
+        table = os.stat(space._files.folder / TABLE)  # noqa: PTH116 (beside fstat)
+    except OSError:
+        return True
+    return not os.path.samestat(table, os.fstat(space._table_file))
+
+
 def _write_all(descriptor: int, parts: Sequence[Any], at: int) -> None:
     """Write buffers one after the other, and close the file."""
     try:

@@ -19,6 +19,7 @@ from ._space import (
     MemoryFiles,
     Space,
     Usage,
+    is_removed,
     table_bytes,
     write_header,
 )
@@ -55,7 +56,7 @@ class Store:
     def space(self, name: str, num_samples: int, about: dict[str, Any]) -> Space:
         """Return the space of a name. Make it, for so many samples, if there is none."""
         space = self._spaces.get(name)
-        if space is None:
+        if space is None or is_removed(space):  # By `spdl-torch cache --clear`, for example.
             num_slots = max(1 << 12, 2 * num_samples)
             if self.directory is None:
                 space = Space(name, MemoryFiles.create(num_slots, self.max_bytes))

@@ -2,6 +2,7 @@
 
     python examples/train_imagenet.py --data imagenet --epochs 90 --checkpoint last.pt
     torchrun --nproc-per-node=8 examples/train_imagenet.py --data imagenet --checkpoint last.pt
+    python examples/train_imagenet.py --data imagenet --cache-directory /scratch/cache
 
 The directory has train/ and val/, with a folder for each class. Without one, it creates a small set
 of images and trains a small model.
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import ImageFolder
 
 from spdl_torch import (
+    Cache,
     DataLoader,
     DistributedDeterministicSampler,
     DistributedRandomSampler,
@@ -82,8 +84,13 @@ def make_data(options: argparse.Namespace, root: Path, device: torch.device) -> 
         loader=ImageLoader(size=options.size, crop="random", horizontal_flip=0.5),
     )
     val = ImageFolder(str(root / "val"), loader=ImageLoader(size=options.size, crop="center"))
+    # Both loaders share its size. In a directory, all processes of a machine share the entries.
+    cache = None
+    if options.cache is not None or options.cache_directory is not None:
+        cache = Cache(options.cache, directory=options.cache_directory)
     shared = {
         "batch_size": options.batch_size,
+        "cache": cache,
         "num_workers": options.workers,
         "device": device,
         "persistent_workers": True,
@@ -256,6 +263,10 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="file to resume from and save to")
     parser.add_argument("--steps-between-checkpoints", type=int, default=500)
+    words = "keep files or decoded images, up to a size such as 8GB of memory (of each process)"
+    parser.add_argument("--cache", metavar="SIZE", help=words)
+    words = "keep them on this local disk instead, for all processes and later runs"
+    parser.add_argument("--cache-directory", metavar="DIR", type=Path, help=words)
     parser.add_argument("--bad-samples", type=Path, help="file to list damaged images in")
     options = parser.parse_args()
     is_small = options.data is None

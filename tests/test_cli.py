@@ -565,7 +565,7 @@ def test_wrong_usage_exits_with_2(arguments, message, module, capsys):
     assert message.format(module=module) in printed.err
 
 
-@pytest.mark.parametrize("name", [None, "demo", "bench", "profile", "check"])
+@pytest.mark.parametrize("name", [None, "demo", "bench", "profile", "check", "cache"])
 def test_help_has_example(name, capsys):
     """The help of every command ends with an example."""
     with pytest.raises(SystemExit) as exit_info:

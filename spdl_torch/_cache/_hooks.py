@@ -78,7 +78,7 @@ class CachedPreprocess:
         return None if self._parts.is_known else DrawWatch()
 
     def _is_same(self, sample: Fresh, value: Any) -> bool:
-        """Make some samples twice: code that is not known may draw where nobody can watch it."""
+        """Make some samples twice: code that is not known may draw in a way that is not watched."""
         if not self.must_check():
             return True
         again = self._parts.first(sample.index, sample.raw)

@@ -329,10 +329,12 @@ class _Table:
         return None, None
 
     def slots(self) -> Iterator[Any]:
-        """Yield all slots that are valid."""
-        for place in range(self.num_slots if self.is_whole() else 0):
-            if (slot := self._slot_at(_HEADER_BYTES + place * _SLOT.size)) is not None:
-                yield slot
+        """Yield all slots that are in use; None for one that is damaged."""
+        empty = bytes(_SLOT.size)
+        end = table_bytes(self.num_slots) if self.is_whole() else 0
+        for at in range(_HEADER_BYTES, end, _SLOT.size):
+            if self._memory[at : at + _SLOT.size] != empty:
+                yield self._slot_at(at)
 
     def _slot_at(self, at: int) -> Any:
         data = self._memory[at : at + _SLOT.size]
@@ -424,9 +426,9 @@ class Space:
         self._files.forget(offset)
         return None
 
-    def keys(self) -> Iterator[bytes]:
-        """Yield the keys of all entries."""
-        return (slot[0] for slot in self._table.slots())
+    def keys(self) -> Iterator[bytes | None]:
+        """Yield the keys of all entries; None where it is damaged."""
+        return (None if slot is None else slot[0] for slot in self._table.slots())
 
     def _checksum(self, key: bytes, parts: Sequence[Any]) -> int:
         """Return the checksum of some bytes in a directory, which are of this key and space."""

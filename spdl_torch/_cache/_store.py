@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -28,7 +28,13 @@ _TEMPORARY: Final = ".new-"
 
 
 class CacheDirectoryError(OSError):
-    """Raised for a directory that cannot be used as a cache."""
+    """Raised for a directory that cannot be used as a cache.
+
+    >>> cache = Cache("1GB", directory="photos", token="1")
+    >>> try: iter(DataLoader(dataset, cache=cache))
+    ... except CacheDirectoryError as error: print(error)
+    /.../photos is not empty and is no cache of spdl_torch. Use an empty or new directory.
+    """
 
     __module__ = "spdl_torch"
 
@@ -163,7 +169,7 @@ def _space_in(directory: Path, name: str, num_slots: int, about: dict[str, Any])
         return Space(name, DirectoryFiles(folder))
     except (DamagedTable, FileNotFoundError, IsADirectoryError, NotADirectoryError):
         if folder.exists():  # Nothing in it can be found.
-            _remove(folder)
+            remove(folder)
     for left in directory.glob(f"{_TEMPORARY}*"):  # By a process that was killed.
         shutil.rmtree(left, ignore_errors=True)
     _create(folder, num_slots, about)
@@ -188,7 +194,7 @@ def _create(folder: Path, num_slots: int, about: dict[str, Any]) -> None:
         raise
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     temporary = _temporary_in(folder.parent)
     folder.rename(temporary)
     if temporary.is_dir():
@@ -213,31 +219,51 @@ class SpaceReport(NamedTuple):
 
     folder: Path
     about: dict[str, Any]
+    """Its level, what made it, the class of the dataset and its length."""
     num_entries: int
     num_bytes: int
-    num_damaged: int | None
-    """None: the bytes were not read."""
-    is_readable: bool
+    """How much of the budget it takes."""
+    written_seconds: float
+    """When an entry was last added, in seconds since 1970."""
+    is_refused: bool
+    """Its entries are not used: they turned out to be different each time."""
+    problem: str | None
+    """Why it cannot be read."""
 
 
-def reports(directory: Path, *, verifies: bool) -> Iterable[SpaceReport]:
-    """Yield what is in each space of a directory."""
-    for folder in spaces_in(directory):
-        try:
-            about = json.loads((folder / _ABOUT).read_text())
-        except (OSError, ValueError):
-            about = {}
-        try:
-            space = Space(folder.name, DirectoryFiles(folder))
-        except (OSError, DamagedTable):
-            yield SpaceReport(folder, about, 0, 0, None, is_readable=False)
-            continue
-        num_damaged = None
-        if verifies:
-            num_damaged = sum(space.get(key) is None for key in space.keys())  # noqa: SIM118
-        yield SpaceReport(
-            folder, about, space.num_entries, space.end, num_damaged, is_readable=True
-        )
+def report(folder: Path) -> SpaceReport:
+    """Return what is in a space of a directory, without reading its entries."""
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+    except (OSError, ValueError):
+        about = None
+    about = about if isinstance(about, dict) else {}
+    try:
+        written = max(path.stat().st_mtime for path in folder.iterdir())
+        space = Space(folder.name, DirectoryFiles(folder))
+    except DamagedTable:
+        return SpaceReport(folder, about, 0, 0, written, False, "its table is damaged")
+    except (OSError, ValueError) as error:  # A folder that was removed meanwhile has no files.
+        reason = getattr(error, "strerror", None) or "it has no files"
+        return SpaceReport(folder, about, 0, 0, 0.0, False, reason)
+    return SpaceReport(folder, about, space.num_entries, space.end, written, space.is_refused, None)
+
+
+def num_damaged(folder: Path, advance: Callable[[int], None]) -> int:
+    """Read all entries of a space; return how many differ from their checksums.
+
+    `advance` is called for each with the number of its bytes. Entries that are not used are left
+    out.
+    """
+    space = Space(folder.name, DirectoryFiles(folder))
+    if space.is_refused:
+        return 0
+    number = 0
+    for key in space.keys():  # noqa: SIM118 (a space is no dict)
+        entry = None if key is None else space.get(key)
+        number += entry is None
+        advance(0 if entry is None else len(entry.memory))
+    return number
 
 
 def is_cache(directory: Path) -> bool:
@@ -253,6 +279,6 @@ def clear(directory: Path) -> None:
         )
     with _used_as_cache(directory), Usage(0, directory / _USAGE).lock():
         for folder in spaces_in(directory):
-            _remove(folder)
+            remove(folder)
         for left in directory.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(left, ignore_errors=True)

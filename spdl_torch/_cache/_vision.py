@@ -139,7 +139,7 @@ class _LoadedParts(Parts):
         number = _num_deterministic(chain)
         rest = chain[number:]
         self.value_level = "sample" if _only_reads(rest) else "decoded"
-        # PIL's images are made anew, and of what follows a tensor only the tail is known.
+        # PIL's images are new objects, and of what follows a tensor only the tail is known.
         self.only_reads = _only_reads(rest)
         self.hands_out = not rest
         self._image = threading.local()

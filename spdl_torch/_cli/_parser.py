@@ -110,6 +110,24 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("path", metavar="DIR|FILE", type=Path, help=words)
     _add_workers(check, "threads that decode", num_cores())
 
+    cache = commands.add_parser(
+        "cache",
+        usage="spdl-torch cache DIR [--verify | --clear [SPACE]] [--json]",
+        help="list, verify or clear the directory of a cache",
+        description="List the spaces of the directory of a Cache(directory=...): what made them, "
+        "what they keep, how large they are and when they were last written to.",
+        epilog="examples:\n"
+        "  spdl-torch cache /scratch/cache\n"
+        "  spdl-torch cache /scratch/cache --verify\n"
+        "  spdl-torch cache /scratch/cache --clear d379a3ec",
+    )
+    cache.add_argument("directory", metavar="DIR", type=Path, help="the directory of a cache")
+    task = cache.add_mutually_exclusive_group()
+    words = "read all entries; the exit code is 1 if any is damaged"
+    task.add_argument("--verify", action="store_true", help=words)
+    words = "remove all spaces, or the one with this name or beginning of a name"
+    task.add_argument("--clear", nargs="?", const="", metavar="SPACE", help=words)
+
     for command in commands.choices.values():
         words = "print one JSON document and nothing else"
         command.add_argument("--json", action="store_true", help=words)

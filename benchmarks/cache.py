@@ -17,9 +17,9 @@ Rows
 ----
 `ours, no cache` is what our cached rows are without their `cache=`. `full size` keeps whole decoded
 images, `side 256` reduces their shorter side before (`max_side=256`), `raw` keeps the bytes of the
-files, and `sample` what is left if nothing is random. They are in memory; those with `disk` are in a
-new folder in the directory for temporary files, and in the page cache too if there is memory for
-it. `half` has room for half of the images: `max_bytes` is half of what some hundred images take,
+files, and `sample` what is left if nothing is random. They are in memory; those with `disk` are in
+a new folder in the directory for temporary files, and in the page cache too if there is memory.
+`half` has room for half of the images: `max_bytes` is half of what some hundred images take,
 extrapolated.
 
 `FFCV, raw` and `FFCV, JPEG` have images whose longer side was reduced to 341 pixels, which is a
@@ -44,7 +44,8 @@ Same job?
 Whoever delivers other labels than those of the files, in their order, stops the benchmark. So does
 a row of ours without `max_side` whose second epoch differs from that of `ours, no cache` in a
 single bit, and a cache that did not keep what its row says. Differences to PIL are measured in
-second epochs, with the random numbers of the same seed. FFCV is not compared with PIL.
+second epochs, with the random numbers of the same seed. Those of `side 256` are large, because
+small parts of an image are magnified more. FFCV is not compared with PIL.
 """
 
 from __future__ import annotations
@@ -299,10 +300,12 @@ def check_cache(
     """Raise unless an epoch left in the cache, or found there, what it should have."""
     assert stats is not None
     num_served = stats.num_entries if is_first_epoch else stats.num_hits
-    share = num_served / (stats.num_hits + stats.num_misses)
+    num_samples = stats.num_hits + stats.num_misses
+    share = num_served / num_samples
     expected = 0.5 if row.is_half else 1.0
-    # Which images have room is decided by chance.
-    is_right = abs(share - expected) < 0.1 if row.is_half else share == expected
+    # Which images have room is decided by chance. The first ones have.
+    tolerance = 0.05 + 2 / num_samples**0.5 if row.is_half else 0
+    is_right = abs(share - expected) <= tolerance
     if is_first_epoch and stats.num_hits:
         is_right = False
     if not is_right or stats.level != row.options["level"]:
@@ -472,6 +475,7 @@ def crops_section(source: Path, temporary: Path, num_workers: int) -> ImageSecti
         ],
         differences=rows.differences,
         subject=SMALL,
+        changed=(SMALL, f"{SMALL}, disk", HALF_SMALL),
         further_figures=rows.first_figures,
     )
 

@@ -31,12 +31,14 @@ from spdl_torch._cache._space import DirectoryFiles, Space
 from spdl_torch._cache._store import Store, clear, spaces_in
 
 from .datasets import PATIENCE_SECONDS
+from .tiers import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the cache needs Linux")
 
 FORK = multiprocessing.get_context("fork")
 SOAK = int(os.environ.get("SPDL_TORCH_SOAK", "0")) or 1
 MEGABYTE = 1 << 20
+METHODS = ["spawn", "fork", "forkserver"]
 NUM = 60
 """How many entries most spaces here have."""
 
@@ -141,7 +143,7 @@ def loader_of(cache, dataset=None, **options):
     return DataLoader(dataset or Numbers(), batch_size=4, cache=cache, **options)
 
 
-# -- several processes at once ----------------------------------------------------------------------
+# -- several processes at once --------------------------------------------------------------------
 
 
 def test_two_processes_fill_together(directory):
@@ -285,9 +287,11 @@ def test_persistent_workers_count_hits(directory):
 
 
 @pytest.mark.children
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_start_methods_share_entries(directory, method):
+@pytest.mark.parametrize("case", sampled(itertools.product(METHODS, [False, True]), every=3))
+def test_start_methods_share_entries(tmp_path, case):
     """What child processes keep, those of the next epoch find, however they are started."""
+    method, in_directory = case
+    directory = tmp_path / "cache" if in_directory else None
     cache = Cache("1MB", directory=directory, token="1")
     loader = loader_of(cache, num_workers=2, multiprocessing_context=method)
     for _ in range(2):
@@ -295,7 +299,7 @@ def test_start_methods_share_entries(directory, method):
     assert loader.stats().cache.num_misses == 0
 
 
-# -- forks ------------------------------------------------------------------------------------------
+# -- forks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["space", "usage"])
@@ -397,7 +401,7 @@ def test_written_batch_changes_no_entry(directory, options):
     assert loader.stats().cache.num_misses == 0
 
 
-# -- processes that are killed ------------------------------------------------------------------------
+# -- processes that are killed --------------------------------------------------------------------
 
 
 def dies_at_line(number, function):
@@ -522,7 +526,7 @@ def test_many_killed_loaders(folder):
     kill_randomly(folder, 200 * SOAK, random.Random(1))
 
 
-# -- damage -------------------------------------------------------------------------------------------
+# -- damage ---------------------------------------------------------------------------------------
 
 
 def flip(path, source):
@@ -690,7 +694,7 @@ def test_other_format_is_a_miss(folder, monkeypatch):
     assert found(open_space(Store(MEGABYTE, folder))) == list(range(NUM))
 
 
-# -- directories that are removed, full, or cannot be used ------------------------------------------
+# -- directories that are removed, full, or cannot be used ----------------------------------------
 
 
 def test_clear_during_a_run(folder):
@@ -710,8 +714,15 @@ def test_clear_during_a_run(folder):
 
 
 @pytest.mark.children
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [
+        ("fork", False),
+        ("fork", True),
+        ("spawn", True),
+        pytest.param("spawn", False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_directory_removed_during_run(folder, method, persistent):
     """A loader goes on when the directory of its cache is removed, and makes it again."""
     cache = Cache("1MB", directory=folder, token="1")
@@ -855,7 +866,7 @@ def test_error_names_the_directory(tmp_path):
         Store(MEGABYTE, tmp_path)
 
 
-# -- what is read -------------------------------------------------------------------------------------
+# -- what is read ---------------------------------------------------------------------------------
 
 
 class Evil:
@@ -902,11 +913,11 @@ def test_codec_returns_what_it_took():
         assert back == {"name": "a", "label": 3}
 
 
-# -- memory is given back -----------------------------------------------------------------------------
+# -- memory is given back -------------------------------------------------------------------------
 
 
 def held(text):
-    """Return the descriptors and mappings of this process whose files have a text in their names."""
+    """Return the descriptors and mappings of files with a text in their names."""
     paths = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # The one that lists the directory.

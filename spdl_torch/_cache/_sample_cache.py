@@ -63,8 +63,8 @@ class CacheStats:
 class SampleCache:
     """A cache for the samples of one dataset, with one loader's options.
 
-    The parent makes it when an epoch begins, or persistent workers start. Its children have copies, which map the same memory or
-    files, and count by themselves.
+    The parent makes it when an epoch begins, or persistent workers start. Its children have copies,
+    which map the same memory or files, and count by themselves.
     """
 
     def __init__(self, cache: Cache, settings: LoaderSettings, owner: Any) -> None:

@@ -104,8 +104,8 @@ class Store:
         return self.space(name, num_samples, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A child needs no more, and the owners may not be picklable.
-        return vars(self) | {"_owners": {}}
+        # A child has its spaces from elsewhere, and the owners may not be picklable.
+        return vars(self) | {"_owners": {}, "_spaces": {}}
 
 
 def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:

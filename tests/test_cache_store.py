@@ -656,6 +656,25 @@ def test_damaged_cache_fills_again(folder, damage, target):
     assert num_misses[1] == 0
 
 
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_damaged_end_fills_again(folder, is_in_use):
+    """A space whose end of the data is damaged is made again, by the next run or the next epoch."""
+    cache = Cache("1MB", directory=folder, token="1")
+    loader = loader_of(cache)
+    list(loader)
+    (table,) = (path for path in files_of(folder) if path.name == "table")
+    data = bytearray(table.read_bytes())
+    data[17] ^= 1
+    overwrite_in_place(table, bytes(data))
+    if not is_in_use:
+        loader = loader_of(Cache("1MB", directory=folder, token="1"))
+    num_misses = []
+    for _ in range(2):
+        assert_right(loader, loader.dataset)
+        num_misses.append(loader.stats().cache.num_misses)
+    assert num_misses == [NUM, 0]
+
+
 def test_replaced_data_is_not_replaced_again(folder):
     """What was added after a data file was deleted is found, also where the old one is open."""
     store = Store(MEGABYTE, folder)

@@ -65,12 +65,11 @@ class Store:
             if space is None:
                 space = Space(name, MemoryFiles(num_slots, self.max_bytes))
             return self._spaces.setdefault(name, space)
-        with _used_as_cache(self.directory):
+        with _used_as_cache(self.directory), self.usage.lock():
             if space is None or not space.is_usable_at(self.directory / name):
-                with self.usage.lock():
-                    space = _space_in(self.directory, name, num_slots, about)
-                    self._spaces[name] = space
-                    self._count()
+                space = _space_in(self.directory, name, num_slots, about)
+                self._spaces[name] = space
+                self._count()
         return space
 
     def _count(self) -> None:
@@ -82,7 +81,7 @@ class Store:
         if self.directory is not None:
             spaces = []
             for folder in spaces_in(self.directory):
-                with contextlib.suppress(OSError, DamagedTable):
+                with contextlib.suppress(OSError):
                     spaces.append(Space(folder.name, DirectoryFiles(folder)))
         self.usage.count(spaces)
 
@@ -159,11 +158,14 @@ def _temporary_in(directory: Path) -> Path:
 
 def _space_in(directory: Path, name: str, num_slots: int, about: dict[str, Any]) -> Space:
     folder = directory / name
-    try:
-        return Space(name, DirectoryFiles(folder))
-    except (DamagedTable, FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        if folder.exists():  # Nothing in it can be found.
-            _remove(folder)
+    with contextlib.suppress(
+        DamagedTable, FileNotFoundError, IsADirectoryError, NotADirectoryError
+    ):
+        space = Space(name, DirectoryFiles(folder))
+        if space.is_usable_at(folder):
+            return space
+    if folder.exists():
+        _remove(folder)
     for left in directory.glob(f"{_TEMPORARY}*"):  # By a process that was killed.
         shutil.rmtree(left, ignore_errors=True)
     _create(folder, num_slots, about)
@@ -229,7 +231,7 @@ def reports(directory: Path, *, verifies: bool) -> Iterable[SpaceReport]:
             about = {}
         try:
             space = Space(folder.name, DirectoryFiles(folder))
-        except (OSError, DamagedTable):
+        except OSError:
             yield SpaceReport(folder, about, 0, 0, None, is_readable=False)
             continue
         num_damaged = None

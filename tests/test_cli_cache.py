@@ -252,14 +252,6 @@ def test_loader_outlives_clear(tmp_path, num_workers, refills):
     assert run(directory, "--verify") == 0
 
 
-def test_cache_object_spares_other_directories(tmp_path):
-    """`Cache.clear()` for a directory that is no cache removes nothing."""
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "about.json").write_text("{}")
-    Cache(directory=tmp_path).clear()
-    assert (tmp_path / "project" / "about.json").exists()
-
-
 # -- usage -----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from .._machine import free_memory
 from .._text import size as size_text
-from ._store import Store, clear, is_cache
+from ._store import Store, clear
 
 Level: TypeAlias = Literal["raw", "decoded", "sample"]
 
@@ -103,7 +103,7 @@ class Cache:
     def clear(self) -> None:
         """Forget all entries, in the directory too. Do it while no loader uses the cache."""
         self._stores.clear()
-        if self.directory is not None and is_cache(self.directory):
+        if self.directory is not None and self.directory.exists():
             clear(self.directory)
 
     def store(self, *, in_directory: bool) -> Store:

@@ -183,9 +183,14 @@ def _space(
     fingerprint: str | None,
     settings: LoaderSettings,
     owner: Any,
-) -> Space:
-    """Return the space for what a fingerprint says, or for the samples of the owner alone."""
+) -> Space | None:
+    """Return the space for what a fingerprint says, or for the samples of the owner alone.
+
+    None: a directory outlives the owner.
+    """
     dataset = settings.dataset
+    if fingerprint is None and store.directory is not None:
+        return None
     if fingerprint is None:
         while type(owner) is Subset:
             owner = owner.dataset

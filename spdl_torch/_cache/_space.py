@@ -155,8 +155,8 @@ class MemoryFiles:
     def forget(self, offset: int) -> None:
         """Do nothing: memory is not damaged."""
 
-    def is_at(self, folder: Path | None) -> bool:
-        return folder is None
+    def is_at(self, folder: Path) -> bool:  # noqa: ARG002
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_segments": {}}
@@ -196,9 +196,9 @@ class DirectoryFiles:
         """Open the file again before it is read: it may have been replaced by another one."""
         self._segments.pop(offset // SEGMENT_BYTES, None)
 
-    def is_at(self, folder: Path | None) -> bool:
+    def is_at(self, folder: Path) -> bool:
         """Return whether these are the files that are in a folder now."""
-        return folder is not None and self.table.is_at(folder / TABLE)
+        return self.table.is_at(folder / TABLE)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_segments": {}}
@@ -283,7 +283,7 @@ class Usage:
 # -- a space --------------------------------------------------------------------------------------
 
 
-class DamagedTable(Exception):  # noqa: N818 (the space is replaced)
+class DamagedTable(OSError):  # noqa: N818 (the space is replaced)
     """The table of a space cannot be used."""
 
 
@@ -299,7 +299,7 @@ class _Table:
         self._num_bytes = table_bytes(num_slots)
         is_valid = magic == _MAGIC and checksum == _checksum_of_header(num_slots)
         if not is_valid or file.num_bytes < self._num_bytes:
-            raise DamagedTable
+            raise DamagedTable("its table is damaged")
         self._memory = mmap.mmap(file.descriptor, self._num_bytes, access=mmap.ACCESS_READ)
         self._counters = memoryview(self._memory)[:_HEADER_BYTES].cast("Q")
 
@@ -346,7 +346,7 @@ class _Table:
         os.pwrite(self._file.descriptor, packed + zlib.crc32(packed).to_bytes(4, "little"), at)
 
     def end(self) -> int | None:
-        """Return the end of the data, or None if it is damaged. Call it under the lock.
+        """Return the end of the data, or None if it is damaged. Call it under a lock.
 
         With another end, bytes of an entry could be overwritten.
         """
@@ -372,10 +372,12 @@ class Space:
     def __reduce__(self) -> Any:
         return Space, (self.name, self._files)
 
-    def is_usable_at(self, folder: Path | None) -> bool:
-        """Return whether entries can be added, and are in a folder, or in memory."""
-        with self._files.table.lock():
-            return self._files.is_at(folder) and self._table.end() is not None
+    def is_usable_at(self, folder: Path) -> bool:
+        """Return whether these are the files in a folder now, and entries can be added.
+
+        Call it with the lock of the usage, under which the end moves.
+        """
+        return self._files.is_at(folder) and self._table.end() is not None
 
     @property
     def num_entries(self) -> int:

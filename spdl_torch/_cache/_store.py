@@ -71,12 +71,11 @@ class Store:
             if space is None:
                 space = Space(name, MemoryFiles(num_slots, self.max_bytes))
             return self._spaces.setdefault(name, space)
-        with _used_as_cache(self.directory):
+        with _used_as_cache(self.directory), self.usage.lock():
             if space is None or not space.is_usable_at(self.directory / name):
-                with self.usage.lock():
-                    space = _space_in(self.directory, name, num_slots, about)
-                    self._spaces[name] = space
-                    self._count()
+                space = _space_in(self.directory, name, num_slots, about)
+                self._spaces[name] = space
+                self._count()
         return space
 
     def _count(self) -> None:
@@ -88,7 +87,7 @@ class Store:
         if self.directory is not None:
             spaces = []
             for folder in spaces_in(self.directory):
-                with contextlib.suppress(OSError, DamagedTable):
+                with contextlib.suppress(OSError):
                     spaces.append(Space(folder.name, DirectoryFiles(folder)))
         self.usage.count(spaces)
 
@@ -110,8 +109,8 @@ class Store:
         return self.space(name, num_samples, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A child needs no more, and the owners may not be picklable.
-        return vars(self) | {"_owners": {}}
+        # A child has its spaces from elsewhere, and the owners may not be picklable.
+        return vars(self) | {"_owners": {}, "_spaces": {}}
 
 
 def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -165,11 +164,14 @@ def _temporary_in(directory: Path) -> Path:
 
 def _space_in(directory: Path, name: str, num_slots: int, about: dict[str, Any]) -> Space:
     folder = directory / name
-    try:
-        return Space(name, DirectoryFiles(folder))
-    except (DamagedTable, FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        if folder.exists():  # Nothing in it can be found.
-            remove(folder)
+    with contextlib.suppress(
+        DamagedTable, FileNotFoundError, IsADirectoryError, NotADirectoryError
+    ):
+        space = Space(name, DirectoryFiles(folder))
+        if space.is_usable_at(folder):
+            return space
+    if folder.exists():
+        remove(folder)
     for left in directory.glob(f"{_TEMPORARY}*"):  # By a process that was killed.
         shutil.rmtree(left, ignore_errors=True)
     _create(folder, num_slots, about)

@@ -202,11 +202,15 @@ class DataLoader(
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         self._live.check_open()
         settings = self._settings()
-        self._sample_cache = settings.sample_cache
         iterator = self._iterator
         # A persistent iterator may have been closed by an error in a worker's set-up, or belong to
         # the process that this one was forked from.
-        if iterator is not None and iterator.is_usable:
+        persists = iterator is not None and iterator.is_usable
+        if persists and self._sample_cache is not None and settings.sample_cache is not None:
+            sample_cache = self._sample_cache.go_on_with(settings.sample_cache)
+            settings = replace(settings, sample_cache=sample_cache)
+        self._sample_cache = settings.sample_cache
+        if iterator is not None and persists:
             iterator.begin(settings, self._epochs, workers_persist=True)
         else:
             if settings.uses_processes:

@@ -6,7 +6,9 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from ._codec import decoded, encoded, joined
 from ._parts import Parts
@@ -15,6 +17,9 @@ from ._store import Store
 
 RAW, VALUE, BAD = 1, 2, 3
 """Kinds of entries: the raw form, what the first part of preprocessing returned, and its error."""
+
+Packed: TypeAlias = Sequence[Any] | None
+"""The buffers of a raw form."""
 
 _NUM_MEASURED: Final = 4
 """How many samples are measured before the level is chosen."""
@@ -38,9 +43,8 @@ class Fresh:
 class _Measured:
     """A sample of which both forms were made, to see which one is worth its memory."""
 
-    key: bytes
-    raw: bytes
-    value: bytes
+    raw_bytes: int
+    value_bytes: int
     load_seconds: float
     make_seconds: float
 
@@ -107,6 +111,13 @@ class Entries:
         self.counter = HitCounter()
         self._measured: list[_Measured] = []
 
+    def go_on_with(self, other: Entries) -> None:
+        """Use the spaces of others, with the workers that use this object."""
+        self.raw, self.value = other.raw, other.value
+        self._store, self._options = other._store, other._options
+        self._is_shared, self._chosen = other._is_shared, other._chosen
+        self._measured = []
+
     def in_child(self) -> None:
         """Begin in a child process, which has this from its parent."""
         self._begin()
@@ -120,10 +131,12 @@ class Entries:
     @property
     def level(self) -> str | None:
         """What is kept. None: it is not decided yet, or nothing can be."""
+        if self.value is not None and not self.keeps_values:
+            return None if self.raw is None else "raw"
         if self._chosen is None and self.value is not None:
             self._chosen = self.value.choice or None
         if self._chosen == VALUE:
-            return self._options.value_level if self.keeps_values else None
+            return self._options.value_level
         return None if self._chosen is None else "raw"
 
     @property
@@ -137,29 +150,20 @@ class Entries:
         with self._lock:
             self._measured.append(measured)
             all_measured = self._measured
-            if self._chosen is not None:  # Another thread was quicker.
-                self._choose(self._chosen)
-                return
             if len(all_measured) < min(_NUM_MEASURED, max(1, self._options.num_samples // 8)):
                 return
             load_seconds = min(each.load_seconds for each in all_measured)
             make_seconds = min(each.make_seconds for each in all_measured)
-            raw_share = self._share([len(each.raw) for each in all_measured])
-            value_share = self._share([len(each.value) for each in all_measured])
+            raw_share = self._share([each.raw_bytes for each in all_measured])
+            value_share = self._share([each.value_bytes for each in all_measured])
             saves_more = (load_seconds + make_seconds) * value_share > load_seconds * raw_share
             self._choose(VALUE if saves_more else RAW)
 
     def _choose(self, kind: int) -> None:
-        """Choose what is kept, unless another process has, and keep what was measured."""
-        assert self.raw is not None
+        """Choose what is kept, unless another thread or process has."""
         assert self.value is not None
-        self._chosen = self.value.choose(kind)
-        for each in self._measured:
-            if self._chosen == RAW:
-                self._put(self.raw, each.key, RAW, [each.raw])
-            else:
-                self._put(self.value, each.key, VALUE, [each.value])
-        self._measured = []
+        if self._chosen is None:
+            self._chosen = self.value.choose(kind)
 
     def _share(self, sizes: Sequence[int]) -> float:
         """Return which share of the samples has room, if they are as large as these."""
@@ -169,14 +173,19 @@ class Entries:
     # -- entries ----------------------------------------------------------------------------------
 
     def find(self, key: bytes | None) -> Entry | None:
-        """Return an entry, and count a hit or a miss."""
+        """Return an entry, and count it."""
         entry, level = None, self.level
         if key is not None:
             if self.value is not None and level != "raw":
                 entry = self.value.get(key)
             if entry is None and self.raw is not None and level in ("raw", None):
                 entry = self.raw.get(key)
-        self.counter.add(entry is not None, entry is None)
+        if entry is None:
+            return None
+        if entry.kind == BAD:
+            # Who wants the error itself gets it from the dataset, with its traceback.
+            return entry if self._options.remembers_bad else None
+        self.counter.add(1, 0)
         return entry
 
     def value_of(self, entry: Entry, parts: Parts) -> Any:
@@ -185,39 +194,67 @@ class Entries:
         copies = entry.kind != VALUE or not may_view
         return decoded(entry.memory, is_shared=self._is_shared, copies=copies)
 
-    def keep_raw(self, key: bytes | None, parts: Parts, raw: Any) -> None:
+    def packed(self, parts: Parts, raw: Any) -> Packed:
+        """Return the raw form of a sample as it lies in the cache. None: it cannot be there.
+
+        Take it before preprocessing, which may change the raw form in place.
+        """
+        form = parts.pack(raw)
+        buffers = encoded(form, is_shared=self._is_shared)
+        return buffers if buffers is None or type(form) is bytes else [joined(buffers)]
+
+    def unpacked(self, parts: Parts, index: Any, packed: Sequence[Any]) -> Any:
+        """Return a copy of a raw form."""
+        memory = np.frombuffer(joined(packed), np.uint8)
+        return parts.unpack(index, decoded(memory, is_shared=self._is_shared, copies=True))
+
+    def keep_raw(self, key: bytes | None, packed: Packed) -> None:
         # Beside values, if this sample has none.
         space = self.value if self.raw is None or self.level not in ("raw", None) else self.raw
         if key is not None and space is not None and self._has_room(key, space):
-            self._put(space, key, RAW, encoded(parts.pack(raw), is_shared=self._is_shared))
+            self._put(space, key, RAW, packed)
 
-    def keep_value(self, fresh: Fresh, parts: Parts, value: Any, seconds: float) -> None:
+    def keep_value(self, fresh: Fresh, packed: Packed, value: Any, seconds: float) -> None:
         key = fresh.key
         if key is None or self.value is None or not self._has_room(key, self.value):
             return
         buffers = encoded(value, is_shared=self._is_shared)
-        if self._chosen is not None:
-            self._put(self.value, key, VALUE, buffers)
+        if buffers is None:
+            self.prefer_raw()
+            self.keep_raw(key, packed)
             return
-        raw = encoded(parts.pack(fresh.raw), is_shared=self._is_shared)
-        if raw is not None and buffers is not None:
-            # Copies, because what is viewed may change: the sample is still to be finished.
-            self._measure(_Measured(key, joined(raw), joined(buffers), fresh.seconds, seconds))
+        if self._chosen is None:
+            if packed is None:
+                with self._lock:
+                    self._choose(VALUE)
+            else:  # Keep both, until it is decided.
+                if self.raw is not None:
+                    self._put(self.raw, key, RAW, packed)
+                measured = _Measured(_size(packed), _size(buffers), fresh.seconds, seconds)
+                self._measure(measured)
+        if self.level == "raw":
+            self.keep_raw(key, packed)
+        else:
+            self._put(self.value, key, VALUE, buffers)
 
     def keep_error(self, key: bytes | None, error: Exception) -> None:
         """Remember that a sample is bad, if bad samples are replaced."""
-        if self._options.remembers_bad and key is not None and self.value is not None:
-            with contextlib.suppress(Exception):  # Its class may take other arguments.
-                plain = type(error)(*error.args)  # Without its traceback and notes.
+        if not self._options.remembers_bad or key is None or self.value is None:
+            return
+        with contextlib.suppress(Exception):  # Its class may take other arguments.
+            plain = type(error)(*error.args)  # Without its traceback and notes.
+            # What would not be reported the same is made again. So are errors of the system: a
+            # file that is missing, or memory, may be there the next time.
+            is_of_sample = (
+                not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
+            )
+            if is_of_sample and _said(plain) == _said(error):
                 self._put(self.value, key, BAD, encoded(plain, is_shared=self._is_shared))
 
     def refuse_values(self) -> None:
         """Keep no values any more, and forget all: they are different each time."""
         assert self.value is not None
         self.value.refuse()
-        self.prefer_raw()
-        if self.raw is not None:
-            self._chosen = RAW
 
     def prefer_raw(self) -> None:
         """Choose raw forms, if that is still to be decided: a value was drawn."""
@@ -243,3 +280,12 @@ class Entries:
     def _put(self, space: Space, key: bytes, kind: int, buffers: Sequence[Any] | None) -> None:
         if buffers is not None:
             space.put(key, kind, buffers, self._store.usage)
+
+
+def _size(buffers: Sequence[Any]) -> int:
+    return sum(memoryview(part).nbytes for part in buffers)
+
+
+def _said(error: Exception) -> Any:
+    """Return what is reported of an error."""
+    return str(error), {name: value for name, value in vars(error).items() if name != "__notes__"}

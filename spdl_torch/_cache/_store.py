@@ -50,7 +50,8 @@ class Store:
         """Return the space of a name. Make it, for so many samples, if there is none."""
         space = self._spaces.get(name)
         if space is None:
-            num_slots = max(1 << 12, 2 * num_samples)
+            # Larger datasets may use it too, as far as there is room for their samples.
+            num_slots = max(2 * num_samples, min(self.max_bytes >> 12, 1 << 20), 1 << 12)
             if self.directory is None:
                 space = Space(name, MemoryFiles.create(num_slots, self.max_bytes))
             else:

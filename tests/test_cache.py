@@ -26,7 +26,7 @@ from spdl_torch import Cache, DataLoader, ReplaceBadSamples, RetryLoad, StagedDa
 
 from .datasets import Sharded
 from .test_parity import assert_same
-from .tiers import pairwise
+from .tiers import sampled_product
 
 PLACES = {
     "caller": {"num_workers": 0},
@@ -163,9 +163,10 @@ def hits_of(loader):
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "level"), pairwise(DATASETS, FEW_PLACES, [None, "raw", "sample"])
+    ("place", "level", "kind"),
+    sampled_product(FEW_PLACES, [None, "raw", "sample"], DATASETS, every=4),
 )
-def test_batches_have_same_bits(kind, place, level):
+def test_batches_have_same_bits(place, level, kind):
     """Batches of three epochs are the same with a cache, and the later ones come from it."""
     dataset = DATASETS[kind]()
     if level == "raw" and "staged" not in kind and "many" not in kind:
@@ -435,7 +436,7 @@ class DrawsLoading(DrawsStaged):
         return raw
 
 
-@pytest.mark.parametrize(("draw", "place"), pairwise(DRAWS, FEW_PLACES))
+@pytest.mark.parametrize(("draw", "place"), sampled_product(DRAWS, FEW_PLACES, every=2))
 @pytest.mark.parametrize("kind", [Draws, DrawsInBulk])
 def test_drawn_samples_are_made_again(kind, draw, place):
     """A sample that draws comes from the dataset in each epoch, wherever it draws from."""
@@ -452,7 +453,7 @@ def test_drawn_samples_are_made_again(kind, draw, place):
         assert_same(epochs, epochs_of(DataLoader(dataset, batch_size=5, seed=3, **PLACES[place])))
 
 
-@pytest.mark.parametrize(("draw", "place"), pairwise(DRAWS, FEW_PLACES))
+@pytest.mark.parametrize(("draw", "place"), sampled_product(DRAWS, FEW_PLACES, every=2))
 def test_raw_forms_of_drawn_samples(draw, place, log):
     """Of a sample whose preprocessing draws, the raw form is kept, and the plan says so."""
     dataset = DrawsStaged(draw, log)
@@ -473,8 +474,10 @@ def test_raw_forms_of_drawn_samples(draw, place, log):
         assert len({float(x) for epoch in epochs for _, b in epoch for x in b}) == 3 * SIZE
 
 
-@pytest.mark.parametrize("draw", ["torch", "random", "numpy", "sample_rng"])
-@pytest.mark.parametrize("place", SOME_PLACES)
+@pytest.mark.parametrize(
+    ("draw", "place"),
+    sampled_product(["torch", "random", "numpy", "sample_rng"], PLACES, every=3),
+)
 def test_loads_that_draw(draw, place):
     """A sample whose loading draws is loaded again."""
     loader = DataLoader(
@@ -803,8 +806,10 @@ def test_resumes_in_mid_epoch(place):
         assert_same([second, list(loader)], expected[1:])
 
 
-@pytest.mark.parametrize("place", SOME_PLACES[1:])
-@pytest.mark.parametrize("kind", [Plain, Staged, StagedAsync])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    sampled_product([Plain, Staged, StagedAsync], [*PLACES][1:], every=3),
+)
 def test_persistent_workers_use_cache(kind, place, log):
     """Persistent workers find what they have kept, and the statistics of each epoch are its own."""
     options = {"batch_size": 5, "seed": 3, "shuffle": True, **PLACES[place]}
@@ -844,8 +849,9 @@ class Damaged(Staged):
         return super().preprocess(raw)
 
 
-@pytest.mark.parametrize("place", SOME_PLACES)
-@pytest.mark.parametrize("level", [None, "sample", "raw"])
+@pytest.mark.parametrize(
+    ("level", "place"), sampled_product([None, "sample", "raw"], PLACES, every=4)
+)
 def test_bad_samples_are_remembered(place, level, log):
     """A bad sample is replaced and reported as without a cache, and is not decoded again."""
     options = {"batch_size": 5, "shuffle": True, "seed": 3, **PLACES[place]}
@@ -1202,8 +1208,9 @@ class Objects(Sized, StagedDataset):
         return int(raw[1:4])
 
 
-@pytest.mark.parametrize("place", SOME_PLACES)
-@pytest.mark.parametrize("level", ["raw", "sample", None])
+@pytest.mark.parametrize(
+    ("level", "place"), sampled_product(["raw", "sample", None], PLACES, every=4)
+)
 def test_objects_are_requested_once(store, place, level):
     """Each object is requested once, and later epochs make no request."""
     options = {"batch_size": 5, "shuffle": True, "seed": 3, **PLACES[place]}

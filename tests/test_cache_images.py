@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset
 from torchvision import transforms as v1
-from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -22,10 +21,10 @@ from spdl_torch import Cache, DataLoader, ImageError, ImageLoader, ReplaceBadSam
 from . import torchrun
 from .images import by_pil, encoded, picture, save, tiered
 from .simulated import TYPE, copies_last
-from .test_cache import EXHAUSTIVE, FEW_PLACES, PLACES, SOME_PLACES, hits_of
+from .test_cache import EXHAUSTIVE, FEW_PLACES, PLACES, hits_of
 from .test_fuse import read_on_device, simulated
 from .test_parity import assert_same
-from .tiers import pairwise
+from .tiers import pairwise, sampled, sampled_product
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 LARGE = {"quality": 90, "subsampling": 2}
@@ -122,6 +121,7 @@ CHAINS = {
     "bare loader": by_loader(*V2_TRAIN[:2], TO_FLOAT),
     "bare loader, validation": by_loader(*V2_VAL[:2], TO_FLOAT),
 }
+FEW_NAMES = ["random crop", "centre crop", "v1 training", "v1 validation"]
 LEVELS = [None, "raw", "decoded", "sample"]
 
 
@@ -159,26 +159,26 @@ def check(dataset, level, **arguments):
 # -- the same bits ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "place", "level"), pairwise(LOADERS, FEW_PLACES, LEVELS))
-def test_image_loaders_have_same_bits(root, name, place, level):
+@pytest.mark.parametrize(
+    ("place", "level", "name"), sampled_product(FEW_PLACES, LEVELS, LOADERS, every=13)
+)
+def test_image_loaders_have_same_bits(root, place, level, name):
     """Images of an `ImageLoader` are the same with a cache."""
     check(LOADERS[name](root), level, **PLACES[place])
 
 
 @pytest.mark.parametrize(
-    ("name", "fuse", "level", "place"),
-    pairwise(CHAINS, [False, True, "exact"], LEVELS, FEW_PLACES),
+    ("place", "fuse", "level", "name"),
+    sampled_product(FEW_PLACES, [False, True, "exact"], LEVELS, CHAINS, every=23),
 )
-def test_chains_have_same_bits(root, name, fuse, level, place):
+def test_chains_have_same_bits(root, place, fuse, level, name):
     """Images of torchvision's transforms are the same with a cache, fused or not."""
     check(CHAINS[name](root), level, fuse=fuse, **PLACES[place])
 
 
 @pytest.mark.parametrize(
     ("name", "fuse", "place"),
-    pairwise(
-        ["random crop", "centre crop", "v1 training", "v1 validation"], [False, True], FEW_PLACES
-    ),
+    sampled_product(FEW_NAMES, [False, True], FEW_PLACES, every=7),
 )
 def test_subsets_have_same_bits(root, name, fuse, place):
     """Images of a `Subset` are the same with a cache."""
@@ -188,7 +188,7 @@ def test_subsets_have_same_bits(root, name, fuse, place):
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("place", FEW_PLACES)
+@pytest.mark.parametrize("place", sampled(FEW_PLACES, 3))
 def test_concatenated_have_same_bits(root, fuse, place):
     """Images of a `ConcatDataset` are the same with a cache."""
     dataset = ConcatDataset([CHAINS["v1 training"](root), CHAINS["v1 validation"](root)])
@@ -196,14 +196,15 @@ def test_concatenated_have_same_bits(root, fuse, place):
     assert_same(read(dataset, Cache("32MB"), **arguments), read(dataset, **arguments))
 
 
-@pytest.mark.parametrize("place", SOME_PLACES)
-@pytest.mark.parametrize("name", ["random crop", "centre crop", "v1 validation", "v2 training"])
+@pytest.mark.parametrize(
+    ("name", "place"), sampled_product([*FEW_NAMES, "v2 training"], PLACES, every=8)
+)
 def test_images_come_one_by_one(root, name, place):
     """Without batches, images are the same with a cache."""
     check((CHAINS | LOADERS)[name](root), None, batch_size=None, **PLACES[place])
 
 
-@pytest.mark.parametrize("name", [*CHAINS, *LOADERS])
+@pytest.mark.parametrize("name", sampled([*CHAINS, *LOADERS], 4))
 def test_calling_thread_draws_same(root, name):
     """Without a seed and workers, images draw the same from torch's generator."""
     dataset, found = (CHAINS | LOADERS)[name](root), []
@@ -232,9 +233,8 @@ def test_batches_may_be_changed(root):
         ("v1 validation", {"batch_size": 1}),
     ]:
         dataset = (CHAINS | LOADERS)[name](root)
-        arguments = {"shuffle": False, **arguments}
-        (expected,) = read(dataset, num_epochs=1, **arguments)
-        loader = loader_of(dataset, Cache("32MB"), **arguments)
+        (expected,) = read(dataset, num_epochs=1, shuffle=False, **arguments)
+        loader = loader_of(dataset, Cache("32MB"), shuffle=False, **arguments)
         for _ in range(3):
             for batch, plain in zip(loader, expected, strict=True):
                 assert_same(batch, plain)
@@ -243,7 +243,7 @@ def test_batches_may_be_changed(root):
 
 def test_large_images_are_kept_raw(root):
     """Of an image that the decoder reduces, the bytes of the file are kept."""
-    large = Subset(LOADERS["random crop"](root), [7] * 1)
+    large = Subset(LOADERS["random crop"](root), [7])
     loader = loader_of(large, Cache("32MB", level="decoded"))
     for _ in range(2):
         list(loader)
@@ -301,7 +301,7 @@ def test_all_datasets_share_a_cache(root, tmp_path, in_directory, fuse):
     """Datasets with other transforms and options share a cache, and none gets another's images."""
     cache = Cache("64MB", directory=tmp_path / "cache" if in_directory else None)
     datasets = [make(root) for make in (LOADERS | CHAINS).values()]
-    for dataset in [*datasets, *datasets[::-1]]:
+    for dataset in datasets:
         expected = read(dataset, num_epochs=1, fuse=fuse)
         assert_same(read(dataset, cache, 1, fuse=fuse), expected)
 
@@ -334,9 +334,9 @@ def rewrite(path, data, *, later_ns):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later_ns))
 
 
-@pytest.mark.parametrize("name", ["random crop", "centre crop", "v1 training", "v1 validation"])
-@pytest.mark.parametrize("level", [None, "raw", "decoded"])
-@pytest.mark.parametrize("in_directory", [False, True], ids=["memory", "directory"])
+@pytest.mark.parametrize(
+    ("name", "level", "in_directory"), pairwise(FEW_NAMES, [None, "raw", "decoded"], [False, True])
+)
 def test_rewritten_file_is_read(own_root, tmp_path, name, level, in_directory):
     """A file that was rewritten is read again, if it has the same size too."""
     dataset = (CHAINS | LOADERS)[name](own_root)
@@ -354,8 +354,7 @@ def test_rewritten_file_is_read(own_root, tmp_path, name, level, in_directory):
     assert hits_of(loader) == (5, 1)
 
 
-@pytest.mark.parametrize("name", ["random crop", "centre crop", "v1 training", "v1 validation"])
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(("name", "fuse"), sampled_product(FEW_NAMES, [False, True], every=3))
 def test_second_run_reads_nothing(own_root, tmp_path, name, fuse):
     """A second run with the same directory neither reads nor decodes a file."""
     make, directory = (CHAINS | LOADERS)[name], tmp_path / "cache"
@@ -367,7 +366,7 @@ def test_second_run_reads_nothing(own_root, tmp_path, name, fuse):
     assert_same(read(make(own_root), Cache("32MB", directory=directory), **arguments), expected)
 
 
-@pytest.mark.parametrize("name", ["random crop", "centre crop", "v1 training", "v1 validation"])
+@pytest.mark.parametrize("name", FEW_NAMES)
 def test_labels_are_not_kept(own_root, tmp_path, name):
     """A class that is added shifts the labels, and the images stay in the cache."""
     make, directory = (CHAINS | LOADERS)[name], tmp_path / "cache"
@@ -384,7 +383,7 @@ def test_labels_are_not_kept(own_root, tmp_path, name):
         assert hits_of(loader) == (7, 0)
 
 
-@pytest.mark.parametrize("place", FEW_PLACES)
+@pytest.mark.parametrize("place", sampled(FEW_PLACES, 2))
 def test_changed_transform_is_seen(own_root, place):
     """A transform that is assigned between epochs is used in the next one."""
     dataset = CHAINS["v1 validation"](own_root)
@@ -447,9 +446,9 @@ def reported(bad_samples):
     return sorted((bad.index, bad.path, bad.stage, bad.error) for bad in bad_samples)
 
 
-@pytest.mark.parametrize("name", ["random crop", "centre crop", "v1 training", "v1 validation"])
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("place", FEW_PLACES)
+@pytest.mark.parametrize(
+    ("name", "fuse", "place"), sampled_product(FEW_NAMES, [False, True], FEW_PLACES, every=7)
+)
 def test_damaged_files_are_replaced(own_root, tmp_path, name, fuse, place):
     """Damaged files are replaced and reported as without a cache, by later runs too."""
     whole = by_pil("JPEG")(picture(64, 64))

@@ -76,9 +76,12 @@ class ThreadTools(threading.local):
         name = frame.format.name
         if name in _BADLY_RESIZED:
             frame = self._converted(frame, _BADLY_RESIZED[name])
-        if frame.format.name not in _PLANAR:
-            if max_side is None and not is_cropped:
-                return None
+        is_planar = frame.format.name in _PLANAR
+        # Planes alone do not say which range their colours have. Only of these it varies.
+        is_alike = is_planar and not frame.format.name.startswith("yuva")
+        if max_side is None and not is_cropped and not is_alike:
+            return None
+        if not is_planar:
             frame = self._converted(frame, output.format_name)
         height, width = frame.height, frame.width
         if max_side is not None and min(height, width) > max_side:

@@ -345,9 +345,10 @@ def _settings_of(loader: DataLoader[Any]) -> LoaderSettings:
 
 def _settings_again(loader: DataLoader[Any]) -> LoaderSettings:
     """Return the settings of a further epoch with the same workers, which have their cache."""
-    if loader._sample_cache is not None:
-        loader._sample_cache.counter.take()
-    return replace(_fused(LoaderSettings.of(loader)), sample_cache=loader._sample_cache)
+    settings, used = _settings_of(loader), loader._sample_cache
+    if used is not None and settings.sample_cache is not None:
+        settings = replace(settings, sample_cache=used.go_on_with(settings.sample_cache))
+    return settings
 
 
 def _plan_of(loader: DataLoader[Any]) -> Plan:

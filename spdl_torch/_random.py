@@ -12,8 +12,9 @@ worker process of ours, `redirect_draws` does it for torch, `random` and `numpy.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from operator import ne
 from typing import Any, Final, NamedTuple, Protocol, Self
@@ -420,11 +421,12 @@ class DrawWatch:
     """Tells whether the calling thread has drawn random numbers since this was made.
 
     In a worker process that is all of torch, `random` and `numpy.random`. Elsewhere another thread
-    may draw from the generators of the process too, which counts as well. Generators that the
-    user's code has made itself are not watched.
+    may draw from the generators of the process too, which counts as well. Of the generators that
+    the user's code has made itself, those are watched that are given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[Any] = ()) -> None:
+        self._own = own
         self._rng = _current_rng.get()
         self._num_uses = 0 if self._rng is None else self._rng.num_uses
         self._states = self._of_process()
@@ -441,7 +443,16 @@ class DrawWatch:
         if not is_redirected() or self._rng is None:
             kind, keys, *rest = np.random.get_state()
             states += [random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)]
-        return states
+        return states + list(map(_state_of, self._own))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    state = generator.get_state()
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 # -- the process-wide generators ------------------------------------------------------------------

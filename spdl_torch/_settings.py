@@ -260,7 +260,7 @@ def _check_combination(loader: Any, dataset: Any, num_workers: int) -> None:
 
 
 def _check_cache(loader: Any, dataset: Any, num_workers: int) -> None:
-    if not hasattr(loader.cache, "store"):
+    if not hasattr(loader.cache, "store") or isinstance(loader.cache, type):
         raise TypeError(f'cache must be a Cache, such as Cache("8GB"), got {loader.cache!r}.')
     if isinstance(dataset, IterableDataset):
         raise ValueError(

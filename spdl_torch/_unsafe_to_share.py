@@ -7,6 +7,7 @@ bounded, so a dataset of millions of objects takes no longer than one of hundred
 from __future__ import annotations
 
 import io
+import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,12 @@ _LEAVES: Final = {type(None), bool, int, float, complex, str, bytes, bytearray, 
 
 _DATA: Final = (type, Enum, torch.Tensor, np.ndarray, np.generic, set, frozenset)
 _CONTAINERS: Final = {list, tuple, dict, OrderedDict}
+_GENERATORS: Final = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    torch.Generator,
+)
 
 _SHARE_THEMSELVES: Final = {
     *("_thread", "asyncio", "concurrent", "logging", "multiprocessing", "threading", "weakref"),
@@ -139,16 +146,25 @@ def in_container(place: str, key: Any) -> str:
     return f"{place}[{key!r}]" if type(key) in _LEAVES else f"{place}[...]"
 
 
-def objects_in(dataset: Any, place: str) -> Iterator[tuple[str, Any]]:
+def generators_in(dataset: Any) -> list[Any]:
+    """Return the random number generators that are found in a dataset. It never raises."""
+    found = objects_in(dataset, "dataset", skips_declared=False)
+    return [value for _, value in found if isinstance(value, _GENERATORS)]
+
+
+def objects_in(
+    dataset: Any, place: str, *, skips_declared: bool = True
+) -> Iterator[tuple[str, Any]]:
     """Yield what is found in a dataset and is not plain data, with its place; the nearest first.
 
-    What declares `thread_safe = True` is not searched, and nor is what is known not to be.
+    What declares `thread_safe = True` is not searched (`skips_declared`), and nor is what is known
+    not to be.
     """
     pending = deque([(place, dataset)])
     seen: set[int] = set()
     while pending and len(seen) < _MAX_OBJECTS:
         place, value = pending.popleft()
-        if id(value) in seen or declared(value):
+        if id(value) in seen or (skips_declared and declared(value)):
             continue
         seen.add(id(value))
         yield place, value

@@ -172,8 +172,8 @@ def test_streams_have_one_module():
 
 
 def test_package_is_small():
-    """The package has at most 21,900 lines of Python and 1,000 of HTML, CSS and JavaScript."""
-    assert sum(len(path.read_text().splitlines()) for path in FILES) <= 21900
+    """The package has at most 22,100 lines of Python and 1,000 of HTML, CSS and JavaScript."""
+    assert sum(len(path.read_text().splitlines()) for path in FILES) <= 22100
     web = [path for end in ("html", "css", "js") for path in PACKAGE.rglob(f"*.{end}")]
     assert sum(len(path.read_text().splitlines()) for path in web) <= 1000
 

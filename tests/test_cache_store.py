@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from spdl_torch import Cache, CacheDirectoryError, DataLoader
 from spdl_torch._cache import _space, _store
 from spdl_torch._cache._codec import decoded, encoded, joined
-from spdl_torch._cache._entries import VALUE
+from spdl_torch._cache._levels import VALUE
 from spdl_torch._cache._space import DirectoryFiles, Space
 from spdl_torch._cache._store import Store, clear, spaces_in
 

@@ -35,3 +35,11 @@ def sampled(values: Iterable[Any], every: int) -> list[Any]:
         pytest.param(value, marks=[pytest.mark.exhaustive] if place % every else [])
         for place, value in enumerate(values)
     ]
+
+
+def sampled_product(*axes: Iterable[Any], every: int) -> list[Any]:
+    """Return all combinations of the axes; the default tier runs the first of every so many."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.exhaustive] if place % every else [])
+        for place, row in enumerate(itertools.product(*axes))
+    ]

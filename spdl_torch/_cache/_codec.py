@@ -94,9 +94,11 @@ def joined(buffers: Sequence[Any]) -> bytes:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two values consist of the same bytes."""
-    first, second = encoded(one, is_shared=False), encoded(other, is_shared=False)
-    return first is not None and second is not None and joined(first) == joined(second)
+    """Return whether two values consist of the same bytes, or cannot be in the cache."""
+    if (first := encoded(one, is_shared=False)) is None:
+        return True
+    second = encoded(other, is_shared=False)
+    return second is not None and joined(first) == joined(second)
 
 
 def decoded(memory: Bytes, *, is_shared: bool, copies: bool) -> Any:

@@ -6,18 +6,19 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from ._codec import decoded, encoded, joined
+from ._levels import BAD, RAW, VALUE, Levels, Measured
 from ._parts import Parts
 from ._space import Entry, Space
 from ._store import Store
 
-RAW, VALUE, BAD = 1, 2, 3
-"""Kinds of entries: the raw form, what the first part of preprocessing returned, and its error."""
+Packed: TypeAlias = Sequence[Any] | None
+"""The buffers of a raw form."""
 
-_NUM_MEASURED: Final = 4
-"""How many samples are measured before the level is chosen."""
 _MIN_ENTRIES: Final = 32
 """How many entries tell how large the others will be."""
 
@@ -43,24 +44,10 @@ class Fresh:
     has_drawn: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """A sample of which both forms were made, to see which one is worth its memory."""
-
-    key: bytes
-    raw: bytes
-    value: bytes
-    load_seconds: float
-    make_seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class EntryOptions:
     """What `Entries` is told of a loader."""
 
-    value_level: str | None
-    """What values are: "decoded" or "sample"; None: there are none."""
-    num_samples: int
     is_shared: bool
     """The entries are in a directory."""
     may_view: bool
@@ -95,143 +82,109 @@ class HitCounter:
 
 
 class Entries:
-    """The entries of one dataset, for all workers of a process.
+    """The entries of one dataset, for all workers of a process."""
 
-    With a space for raw forms and one for values, the first samples decide which one is used.
-    """
-
-    def __init__(
-        self, store: Store, raw: Space | None, value: Space | None, options: EntryOptions
-    ) -> None:
-        self.raw = raw
-        self.value = value
+    def __init__(self, store: Store, levels: Levels, options: EntryOptions) -> None:
+        self.levels = levels
         self._store = store
         self._options = options
         self._is_shared = options.is_shared
-        self._chosen: int | None = None if raw and value else VALUE if value else RAW
         self.begin()
 
     def begin(self) -> None:
         """Begin in a process, which may have this from its parent."""
-        self._lock = threading.Lock()
         self.counter = HitCounter()
-        self._measured: list[_Measured] = []
+        self.levels.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_lock": None}
-
-    # -- which level is kept ----------------------------------------------------------------------
-
-    @property
-    def level(self) -> str | None:
-        """What is kept. None: it is not decided yet, or nothing can be."""
-        if self._chosen is None and self.value is not None:
-            self._chosen = self.value.choice or None
-        if self._chosen == VALUE:
-            return self._options.value_level if self.keeps_values else None
-        return None if self._chosen is None else "raw"
-
-    @property
-    def keeps_values(self) -> bool:
-        return self.value is not None and not self.value.is_refused
-
-    def _measure(self, measured: _Measured) -> None:
-        """Choose the level by the time that it saves, when enough samples were measured."""
-        assert self.raw is not None
-        assert self.value is not None
-        with self._lock:
-            self._measured.append(measured)
-            all_measured = self._measured
-            if self._chosen is not None:  # Another thread was quicker.
-                self._choose(self._chosen)
-                return
-            if len(all_measured) < min(_NUM_MEASURED, max(1, self._options.num_samples // 8)):
-                return
-            room = self._store.max_bytes / max(1, self._options.num_samples)
-            load_seconds = min(each.load_seconds for each in all_measured)
-            make_seconds = min(each.make_seconds for each in all_measured)
-            raw_share = _share([len(each.raw) for each in all_measured], room)
-            value_share = _share([len(each.value) for each in all_measured], room)
-            saves_more = (load_seconds + make_seconds) * value_share > load_seconds * raw_share
-            self._choose(VALUE if saves_more else RAW)
-
-    def _choose(self, kind: int) -> None:
-        """Choose what is kept, unless another process has, and keep what was measured."""
-        assert self.raw is not None
-        assert self.value is not None
-        self._chosen = self.value.choose(kind)
-        for each in self._measured:
-            if self._chosen == RAW:
-                self._put(self.raw, each.key, RAW, [each.raw])
-            else:
-                self._put(self.value, each.key, VALUE, [each.value])
-        self._measured = []
-
-    # -- entries ----------------------------------------------------------------------------------
+    def go_on_with(self, other: Entries) -> None:
+        """Use the spaces of others, with the workers that use this object."""
+        self.levels, self._store, self._options = other.levels, other._store, other._options
+        self._is_shared = other._is_shared
 
     def find(self, index: Any, key: bytes | None, parts: Parts) -> Kept | None:
-        """Return what was kept of a sample, and count a hit or a miss."""
-        kept, entry = None, self._entry(key)
-        if entry is not None:
-            # It may be a view, if all that is to be done with it is to read it. What was read from
-            # a directory is a copy already.
-            may_view = parts.only_reads and (self._options.may_view or not parts.hands_out)
-            copies = not self._is_shared and (entry.kind != VALUE or not may_view)
-            # Another version of a library may have written it, or anyone who can write there.
-            with contextlib.suppress(Exception):
-                value = decoded(entry.memory, is_shared=self._is_shared, copies=copies)
-                kept = Kept(index, entry.kind, value)
-        self.counter.add(kept is not None, kept is None)
-        return kept
+        """Return what was kept of a sample, and count it."""
+        entry = self._entry(key)
+        # Who wants an error itself gets it from the dataset, with its traceback.
+        if entry is None or (entry.kind == BAD and not self._options.remembers_bad):
+            return None
+        # It may be a view, if all that is to be done with it is to read it. What was read from a
+        # directory is a copy already.
+        may_view = parts.only_reads and (self._options.may_view or not parts.hands_out)
+        copies = not self._is_shared and (entry.kind != VALUE or not may_view)
+        # Another version of a library may have written it, or anyone who can write there.
+        with contextlib.suppress(Exception):
+            value = decoded(entry.memory, is_shared=self._is_shared, copies=copies)
+            if entry.kind != BAD:
+                self.counter.add(1, 0)
+            return Kept(index, entry.kind, value)
+        return None
 
     def _entry(self, key: bytes | None) -> Entry | None:
-        entry, level = None, self.level
+        raw, value, level = self.levels.raw, self.levels.value, self.levels.level
+        entry = None
         if key is not None:
-            if self.value is not None and level != "raw":
-                entry = self.value.get(key)
-            if entry is None and self.raw is not None and level in ("raw", None):
-                entry = self.raw.get(key)
+            if value is not None and level != "raw":
+                entry = value.get(key)
+            if entry is None and raw is not None and level in ("raw", None):
+                entry = raw.get(key)
         return entry
 
-    def keep_raw(self, key: bytes | None, parts: Parts, raw: Any) -> None:
-        # Beside values, if this sample has none.
-        space = self.value if self.raw is None or self.level not in ("raw", None) else self.raw
-        if key is not None and space is not None and self._has_room(key, space):
-            self._put(space, key, RAW, encoded(parts.pack(raw), is_shared=self._is_shared))
+    def packed(self, parts: Parts, raw: Any) -> Packed:
+        """Return the raw form of a sample as it lies in the cache. None: it cannot be there.
 
-    def keep_value(self, fresh: Fresh, parts: Parts, value: Any, seconds: float) -> None:
+        Take it before preprocessing, which may change the raw form in place.
+        """
+        form = parts.pack(raw)
+        buffers = encoded(form, is_shared=self._is_shared)
+        return buffers if buffers is None or type(form) is bytes else [joined(buffers)]
+
+    def unpacked(self, parts: Parts, index: Any, packed: Sequence[Any]) -> Any:
+        """Return a copy of a raw form."""
+        memory = np.frombuffer(joined(packed), np.uint8)
+        return parts.unpack(index, decoded(memory, is_shared=self._is_shared, copies=True))
+
+    def keep_raw(self, key: bytes | None, packed: Packed) -> None:
+        # Beside values, if this sample has none.
+        raw, level = self.levels.raw, self.levels.level
+        space = self.levels.value if raw is None or level not in ("raw", None) else raw
+        if key is not None and space is not None and self._has_room(key, space):
+            self._put(space, key, RAW, packed)
+
+    def keep_value(self, fresh: Fresh, packed: Packed, value: Any, seconds: float) -> None:
         key = fresh.key
-        if key is None or self.value is None or not self._has_room(key, self.value):
+        if key is None or self.levels.value is None or not self._has_room(key, self.levels.value):
             return
         buffers = encoded(value, is_shared=self._is_shared)
-        if self._chosen is not None:
-            self._put(self.value, key, VALUE, buffers)
+        if buffers is None:
+            self.levels.prefer_raw()
+            self.keep_raw(key, packed)
             return
-        raw = encoded(parts.pack(fresh.raw), is_shared=self._is_shared)
-        if raw is not None and buffers is not None:
-            # Copies, because what is viewed may change: the sample is still to be finished.
-            self._measure(_Measured(key, joined(raw), joined(buffers), fresh.seconds, seconds))
+        if not self.levels.is_decided:
+            if packed is None:
+                self.levels.choose_values()
+            else:  # Keep both, until it is decided.
+                if self.levels.raw is not None:
+                    self._put(self.levels.raw, key, RAW, packed)
+                measured = Measured(_size(packed), _size(buffers), fresh.seconds, seconds)
+                self.levels.measure(measured)
+        if self.levels.level == "raw":
+            self.keep_raw(key, packed)
+        else:
+            self._put(self.levels.value, key, VALUE, buffers)
 
     def keep_error(self, key: bytes | None, error: Exception) -> None:
         """Remember that a sample is bad, if bad samples are replaced."""
-        if self._options.remembers_bad and key is not None and self.value is not None:
-            with contextlib.suppress(Exception):  # Its class may take other arguments.
-                plain = type(error)(*error.args)  # Without its traceback and notes.
-                self._put(self.value, key, BAD, encoded(plain, is_shared=self._is_shared))
-
-    def refuse_values(self) -> None:
-        """Keep no values any more, and forget all: they are different each time."""
-        assert self.value is not None
-        self.value.refuse()
-        self.prefer_raw()
-        if self.raw is not None:
-            self._chosen = RAW
-
-    def prefer_raw(self) -> None:
-        """Choose raw forms, if that is still to be decided: a value was drawn."""
-        with self._lock:
-            if self._chosen is None and self.raw is not None:
-                self._choose(RAW)
+        if not self._options.remembers_bad or key is None or self.levels.value is None:
+            return
+        with contextlib.suppress(Exception):  # Its class may take other arguments.
+            plain = type(error)(*error.args)  # Without its traceback and notes.
+            # What would not be reported the same is made again. So are errors of the system: a
+            # file that is missing, or memory, may be there the next time.
+            is_of_sample = (
+                not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
+            )
+            if is_of_sample and _said(plain) == _said(error):
+                self._put(self.levels.value, key, BAD, encoded(plain, is_shared=self._is_shared))
 
     def _has_room(self, key: bytes, space: Space) -> bool:
         """Return whether a sample is one of those that are kept.
@@ -240,7 +193,7 @@ class Entries:
         """
         if space.error is not None or space.is_refused:
             return False
-        num_samples, num_entries = self._options.num_samples, space.num_entries
+        num_samples, num_entries = self.levels.num_samples, space.num_entries
         if num_samples == 0 or num_entries < _MIN_ENTRIES:
             return True
         others = self._store.usage.num_bytes - space.end
@@ -253,6 +206,10 @@ class Entries:
             space.put(key, kind, buffers, self._store.usage)
 
 
-def _share(sizes: Sequence[int], room: float) -> float:
-    """Return which share of the samples has room, if they are so large."""
-    return min(1.0, room * len(sizes) / sum(sizes))
+def _size(buffers: Sequence[Any]) -> int:
+    return sum(memoryview(part).nbytes for part in buffers)
+
+
+def _said(error: Exception) -> Any:
+    """Return what is reported of an error."""
+    return str(error), {name: value for name, value in vars(error).items() if name != "__notes__"}

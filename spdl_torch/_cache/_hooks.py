@@ -8,6 +8,7 @@ known makes some samples twice, to see that they are equal.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from typing import Any, Final
 from .._dataset import Hooks, completed
 from .._random import DrawWatch
 from ._codec import are_equal
-from ._entries import BAD, VALUE, Entries, Fresh, Kept
+from ._entries import Entries, Fresh, Kept, Packed
+from ._levels import BAD, VALUE
 from ._parts import Parts
 
 _NUM_CHECKED: Final = 8
@@ -42,8 +44,8 @@ class CachedPreprocess:
         if isinstance(sample, Kept):
             return self.from_kept(sample)
         entries, parts = self._entries, self._parts
-        if entries.value is None or entries.level == "raw":
-            self._keep_raw(sample)
+        if entries.levels.value is None or entries.levels.level == "raw":
+            entries.keep_raw(sample.key, self._packed(sample))
             return parts.make(sample.index, sample.raw)
         return self._from_fresh(sample)
 
@@ -56,6 +58,7 @@ class CachedPreprocess:
 
     def _from_fresh(self, sample: Fresh) -> Any:
         entries, parts = self._entries, self._parts
+        packed = self._packed(sample)
         watch, started = self.watch(), time.perf_counter()
         try:
             value = parts.first(sample.index, sample.raw)
@@ -65,39 +68,45 @@ class CachedPreprocess:
             raise
         seconds = time.perf_counter() - started
         if value is None and parts.is_known:
-            self._keep_raw(sample)
+            entries.keep_raw(sample.key, packed)
             return parts.make(sample.index, sample.raw)
         if sample.has_drawn or _has_drawn(watch):
-            entries.prefer_raw()
-            self._keep_raw(sample)
-        elif parts.is_known or self._is_same(sample, value):
-            entries.keep_value(sample, parts, value, seconds)
+            entries.levels.prefer_raw()
+            entries.keep_raw(sample.key, packed)
+        elif parts.is_known or self._is_same(sample, packed, value):
+            entries.keep_value(sample, packed, value, seconds)
         return parts.rest(sample.index, value)
 
     def watch(self) -> DrawWatch | None:
-        return None if self._parts.is_known else DrawWatch()
+        return None if self._parts.is_known else DrawWatch(self._parts.generators)
 
-    def _is_same(self, sample: Fresh, value: Any) -> bool:
-        """Make some samples twice: code that is not known may draw in a way that is not watched."""
+    def _is_same(self, sample: Fresh, packed: Packed, value: Any) -> bool:
+        """Make some samples twice: code that is not known may draw where no watch sees it."""
         if not self.must_check():
             return True
-        again = self._parts.first(sample.index, sample.raw)
-        if are_equal(value, again):
-            return True
-        self._entries.refuse_values()
-        self._keep_raw(sample)
+        entries, parts, raw = self._entries, self._parts, sample.raw
+        if self._hooks.load is not None:
+            raw = None if packed is None else entries.unpacked(parts, sample.index, packed)
+        with contextlib.suppress(Exception):
+            # A raw form that cannot be copied may have been used up.
+            if raw is not None and are_equal(value, parts.first(sample.index, raw)):
+                return True
+        entries.levels.refuse_values()
+        entries.keep_raw(sample.key, packed)
         return False
 
     def must_check(self) -> bool:
         """Return whether the next sample of code that is not known is to be made twice."""
-        if not self._entries.keeps_values:
+        if not self._entries.levels.keeps_values:
             return False
         number = next(self._num_made)
         return number < _NUM_CHECKED or number % _CHECKED_EACH == 0
 
-    def _keep_raw(self, sample: Fresh) -> None:
-        if self._hooks.load is not None and not sample.has_drawn:
-            self._entries.keep_raw(sample.key, self._parts, sample.raw)
+    def _packed(self, sample: Fresh) -> Packed:
+        """Return the raw form of a sample as it is kept, or None if it cannot be."""
+        if self._hooks.load is None or sample.has_drawn or sample.key is None:
+            return None
+        return self._entries.packed(self._parts, sample.raw)
 
 
 class CachedLookup:
@@ -174,6 +183,7 @@ class CachedLoad(CachedLookup):
     def _loaded(
         self, index: Any, key: bytes | None, raw: Any, seconds: float, watch: DrawWatch | None
     ) -> Fresh:
+        self._entries.counter.add(0, 1)
         return Fresh(index, key, raw, seconds, _has_drawn(watch))
 
     def _add(
@@ -190,6 +200,7 @@ class CachedLoad(CachedLookup):
                 f"load_many returned {len(raws)} samples for {len(missing)} indices. "
                 "Return one for each index."
             )
+        self._entries.counter.add(0, len(missing))
         for (place, (index, key)), raw in zip(missing.items(), raws, strict=True):
             found[place] = Fresh(index, key, raw, seconds / len(raws), has_drawn)
 
@@ -204,12 +215,15 @@ class CachedSamples(CachedLookup):
     def from_index(self, index: Any) -> Any:
         """Make a sample of a dataset without a load stage."""
         key, kept = self._look(index)
+        if kept is None:
+            self._entries.counter.add(0, 1)
         return self.preprocess(kept or Fresh(index, key, index, 0.0, False))
 
     def preprocess_many(self, indices: Any) -> Any:
         """Make the samples of a batch, of a dataset that makes a whole batch at once."""
         found, missing = self._look_many(indices)
         if missing:
+            self._entries.counter.add(0, len(missing))
             make: Any = self._hooks.preprocess
             wanted, watch = self._only(indices, missing), self.preprocess.watch()
             samples = make(wanted)
@@ -223,7 +237,7 @@ class CachedSamples(CachedLookup):
             fresh = [Fresh(index, key, index, 0.0, False) for index, key in missing.values()]
             if not _has_drawn(watch) and self._are_same(make, wanted, samples):
                 for each, value in zip(fresh, samples, strict=True):
-                    self._entries.keep_value(each, self._parts, value, 0.0)
+                    self._entries.keep_value(each, None, value, 0.0)
             for place, value in zip(missing, samples, strict=True):
                 found[place] = value
         return [
@@ -233,7 +247,8 @@ class CachedSamples(CachedLookup):
     def _are_same(self, make: Callable[[Any], Any], indices: Any, samples: Any) -> bool:
         if not self.preprocess.must_check():
             return True
-        is_same = are_equal(list(samples), list(make(indices)))
-        if not is_same:
-            self._entries.refuse_values()
-        return is_same
+        with contextlib.suppress(Exception):
+            if are_equal(list(samples), list(make(indices))):
+                return True
+        self._entries.levels.refuse_values()
+        return False

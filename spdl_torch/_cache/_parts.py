@@ -6,7 +6,11 @@ import hashlib
 import operator
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import torch
+
 from .._dataset import Hooks
+from .._unsafe_to_share import generators_in
 from ._space import KEY_BYTES
 
 ValueLevel: TypeAlias = Literal["decoded", "sample"]
@@ -34,6 +38,8 @@ class Parts:
     def __init__(self, dataset: Any, hooks: Hooks) -> None:
         self._dataset = dataset
         self._hooks = hooks
+        self.generators = generators_in(dataset)
+        """The generators that the dataset holds, which its code may draw from."""
 
     def key(self, index: Any) -> bytes | None:
         """Return the key of a sample, or None if it must not be kept."""
@@ -75,4 +81,6 @@ class Parts:
 def _is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_plain, value))
-    return type(value) in (int, str, bytes, float, bool)
+    if type(value) is torch.Tensor:  # A sampler may be a tensor of indices.
+        return value.ndim == 0 and not value.is_floating_point()
+    return type(value) in (int, str, bytes, float, bool) or isinstance(value, np.integer)

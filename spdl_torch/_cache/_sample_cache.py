@@ -15,9 +15,10 @@ from .._dataset import Hooks, hooks_of
 from .._settings import LoaderSettings
 from .._text import size as size_text
 from ._cache import Cache
-from ._datasets import parts_of
+from ._datasets import attributes_of, parts_of
 from ._entries import Entries, EntryOptions, HitCounter
 from ._hooks import CachedLoad, CachedSamples
+from ._levels import Levels
 from ._space import Space
 from ._store import Store
 
@@ -79,6 +80,7 @@ class SampleCache:
         value_level = None if hooks.preprocess is None else parts.value_level
         has_load = hooks.load is not None
         wanted = _checked(cache.level, value_level, type(dataset).__name__, has_load=has_load)
+        self._fingerprint = parts.value_fingerprint
         fingerprint = parts.value_fingerprint or parts.raw_fingerprint
         is_shared = cache.directory is not None and fingerprint is not None
         self._directory = str(cache.directory) if is_shared else None
@@ -91,22 +93,33 @@ class SampleCache:
             value = _space(store, value_level, parts.value_fingerprint, settings, owner)
         self._value_level = value_level
         copies = settings.collate_fn in (torch_default_collate, default_collate)
-        self._entries = Entries(
-            store,
+        levels = Levels(
             raw,
             value,
-            EntryOptions(
-                value_level=value_level,
-                num_samples=_length(dataset),
-                is_shared=is_shared,
-                may_view=settings.batched and copies,
-                remembers_bad=settings.bad_sample_policy.replaces,
-            ),
+            value_level=value_level,
+            num_samples=_length(dataset),
+            max_bytes=store.max_bytes,
         )
+        options = EntryOptions(
+            is_shared=is_shared,
+            may_view=settings.batched and copies,
+            remembers_bad=settings.bad_sample_policy.replaces,
+        )
+        self._entries = Entries(store, levels, options)
 
     @property
     def counter(self) -> HitCounter:
         return self._entries.counter
+
+    def go_on_with(self, opened: SampleCache) -> SampleCache:
+        """Begin a further epoch of persistent workers, which use this object; return it."""
+        self.counter.take()
+        # What is known of a dataset was found when the workers started. Of others, the attributes
+        # may have changed, which threads of this process see.
+        if not self._is_known:
+            self._entries.go_on_with(opened._entries)
+            self._store, self._directory = opened._store, opened._directory
+        return self
 
     def in_child(self) -> None:
         """Begin in a child process, which has this from its parent."""
@@ -115,6 +128,8 @@ class SampleCache:
     def hooks(self, dataset: Any, hooks: Hooks) -> Hooks:
         """Return the hooks of a dataset, or of a worker's copy of it, that use the cache."""
         parts = parts_of(dataset, hooks, **self._options)
+        if parts.is_known and parts.value_fingerprint != self._fingerprint:
+            return hooks  # A `worker_init_fn` has changed the dataset.
         if hooks.load is None:
             samples = CachedSamples(self._entries, parts, hooks)
             method: Any = samples.from_index
@@ -132,24 +147,25 @@ class SampleCache:
     def stats(self) -> CacheStats:
         entries = self._entries
         num_hits, num_misses = entries.counter.counts
-        spaces = [space for space in (entries.raw, entries.value) if space is not None]
+        levels, level = entries.levels, entries.levels.level
+        space = levels.raw if level == "raw" or levels.value is None else levels.value
         return CacheStats(
-            entries.level,
+            level,
             num_hits,
             num_misses,
-            sum(space.num_entries for space in spaces),
+            0 if space is None or space.is_refused else space.num_entries,
             self._store.usage.num_bytes,
             self._store.max_bytes,
             self._directory,
         )
 
     def __str__(self) -> str:
-        level = self._entries.level
+        level = self._entries.levels.level
         images = "images before their first random transform"
         values = {"decoded": images, "sample": "samples"}.get(self._value_level or "", "samples")
         if level is None:
             what = f"what load returns or {values}, whichever saves more time"
-            if self._entries.raw is None:
+            if self._entries.levels.raw is None:
                 what = "nothing, because samples are different each time"
         else:
             what = "what load returns" if level == "raw" else values
@@ -194,9 +210,8 @@ def _space(
     if fingerprint is None:
         while type(owner) is Subset:
             owner = owner.dataset
-        attributes = dict(getattr(owner, "__dict__", {}))
         kind = f"{level}, fuse={settings.fuse}"
-        return store.space_of_object(kind, owner, attributes, _length(owner))
+        return store.space_of_object(kind, owner, attributes_of(owner), _length(owner))
     text = f"{level}: {fingerprint}"
     about = {
         "level": level,

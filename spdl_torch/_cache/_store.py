@@ -65,7 +65,8 @@ class Store:
     def space(self, name: str, num_samples: int, about: dict[str, Any]) -> Space:
         """Return the space of a name. Make it, for so many samples, if there is none."""
         name = f"{name}-{FORMAT}"
-        num_slots = max(1 << 12, 2 * num_samples)
+        # Larger datasets may use it too, as far as there is room for their samples.
+        num_slots = max(2 * num_samples, min(self.max_bytes >> 12, 1 << 20), 1 << 12)
         space = self._spaces.get(name)
         if self.directory is None:
             if space is None:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import torch
+from torchvision import get_image_backend
 from torchvision import transforms as v1
 from torchvision.datasets.folder import default_loader, pil_loader
 from torchvision.datasets.vision import StandardTransform
@@ -78,8 +79,10 @@ class _FolderParts(Parts):
         decoding = loader.decoding
         if loader.is_random:
             # What is random, and what follows, is done again.
-            used = (decoding.mode, decoding.apply_exif_orientation, decoding.reducing_gap)
-            return _fingerprint("images", used, decoding.takes_deep_grey, self._max_side)
+            used = decoding._replace(interpolation="bilinear")
+            # Large files are reduced for some sizes, so they are not kept for those.
+            sizes = None if self._max_side else loader.resizing
+            return _fingerprint("images", used, self._max_side, sizes)
         what = loader.head if isinstance(loader, FusedLoader) else vars(loader)
         transforms = [_plain(step) for step in self._chain[: self._num_first]]
         return _fingerprint("resized", _plain(what), decoding, transforms)
@@ -147,7 +150,8 @@ class _LoadedParts(Parts):
         self._begun = _twin(dataset, _Chain((*chain[:number], _tell)))
         self._resumed = _twin(dataset, _Chain(rest), loader=self._kept_image)
         transforms = [_plain(step) for step in chain[:number]]
-        self.value_fingerprint = _fingerprint("by PIL", version("pillow"), transforms)
+        how = get_image_backend(), version("pillow")
+        self.value_fingerprint = _fingerprint("by PIL", how, transforms)
 
     def _kept_image(self, path: Any) -> Any:  # noqa: ARG002
         return self._image.value
@@ -258,10 +262,12 @@ def _plain(value: Any) -> Any:
             if not (isinstance(value, torch.nn.Module) and name in _OF_MODULES)
         }
         inside = _plain(own)
-        return None if inside is None else [type(value).__qualname__, inside]
-    if isinstance(value, type):
-        return value.__qualname__
-    return None
+        return None if inside is None else [_name(type(value)), inside]
+    return _name(value) if isinstance(value, type) else None
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _OF_MODULES: Final = frozenset(vars(torch.nn.Module()))

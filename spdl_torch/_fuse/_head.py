@@ -172,6 +172,20 @@ class Head:
     def is_random(self) -> bool:
         return any(step.is_random for step in self.steps)
 
+    @property
+    def begins_with_crop(self) -> bool:
+        """Whether each image is cropped before it is resized."""
+        first = next((step for step in self.steps if not isinstance(step, FlipStep)), None)
+        return isinstance(first, RandomResizedCropStep | CenterCropStep)
+
+    @property
+    def resizing(self) -> Any:
+        """What `resized_size` depends on."""
+        return [
+            (type(step), getattr(step, "size", None), getattr(step, "max_size", None))
+            for step in self.steps
+        ]
+
     def resized_size(self, size: Size) -> Size:
         """Return what an image of a size is resized to, before it may be cropped once more."""
         for step in self.steps:
@@ -232,7 +246,14 @@ class FusedLoader:
         None: `decode` would decode a part of its pixels only, or the dataset's own loader opens it.
         """
         try:
-            return whole(data, self.decoding, self.head.resized_size, max_side=max_side)
+            head = self.head
+            return whole(
+                data,
+                self.decoding,
+                head.resized_size,
+                max_side=max_side,
+                is_cropped=head.begins_with_crop,
+            )
         except ImageError:
             self.original(path)  # Raises what it raises without a cache, if the file is damaged.
             return None
@@ -244,6 +265,11 @@ class FusedLoader:
     @property
     def is_random(self) -> bool:
         return self.head.is_random
+
+    @property
+    def resizing(self) -> Any:
+        """What the size depends on that an image is resized to."""
+        return self.head.resizing
 
     def _finish(self, path: Any, make: Callable[..., torch.Tensor]) -> torch.Tensor | Unfused:
         plan: Plan | None = None

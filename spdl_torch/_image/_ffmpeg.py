@@ -66,16 +66,22 @@ class ThreadTools(threading.local):
         return frames[0]
 
     def whole(
-        self, frame: VideoFrame, output: Output, max_side: int | None
-    ) -> tuple[str, tuple[Pixels, ...]]:
+        self, frame: VideoFrame, output: Output, max_side: int | None, *, is_cropped: bool
+    ) -> tuple[str, tuple[Pixels, ...]] | None:
         """Return the format of a frame and a copy of its planes, such as `resized` begins with.
 
-        With `max_side`, the shorter side is resized to it if it is longer.
+        With `max_side`, the shorter side is resized to it if it is longer. None: an image that is
+        not cropped before it is resized would be resized in a format without such planes.
         """
         name = frame.format.name
         if name in _BADLY_RESIZED:
             frame = self._converted(frame, _BADLY_RESIZED[name])
-        if frame.format.name not in _PLANAR:
+        is_planar = frame.format.name in _PLANAR
+        # Planes alone do not say which range their colours have. Only of these it varies.
+        is_alike = is_planar and not frame.format.name.startswith("yuva")
+        if max_side is None and not is_cropped and not is_alike:
+            return None
+        if not is_planar:
             frame = self._converted(frame, output.format_name)
         height, width = frame.height, frame.width
         if max_side is not None and min(height, width) > max_side:

@@ -179,7 +179,10 @@ class ImageLoader:
         None: `decode` would decode a part of its pixels only.
         """
         with _named(path):
-            return whole(data, self.decoding, self._resized_size, max_side=max_side)
+            is_cropped = self.crop == "random"
+            return whole(
+                data, self.decoding, self._resized_size, max_side=max_side, is_cropped=is_cropped
+            )
 
     def render(self, image: WholeImage, path: Path | None = None) -> Image:
         """CPU: return what `decode` returns for the file of an image."""
@@ -191,6 +194,11 @@ class ImageLoader:
     def is_random(self) -> bool:
         """Whether it draws random numbers."""
         return self.crop == "random" or self.horizontal_flip > 0
+
+    @property
+    def resizing(self) -> Any:
+        """What the size depends on that an image is resized to."""
+        return self.size, self.crop == "random"
 
     def _resized_size(self, seen_size: Size) -> Size:
         """Return what an image is resized to, before it may be cropped once more."""
@@ -345,11 +353,13 @@ def whole(
     resized_size: Callable[[Size], Size],
     *,
     max_side: int | None,
+    is_cropped: bool,
 ) -> WholeImage | None:
-    """Return an image as it is before any crop, or None if `decoded` would reduce a large file.
+    """Return an image as it is before any crop, or None if `decoded` does not begin with that.
 
-    `resized_size` returns what an image of a size is to be resized to. With `max_side`, the shorter
-    side is resized to it, which changes the pixels.
+    `resized_size` returns what an image of a size is to be resized to, and `is_cropped` says
+    whether it is always cropped before. With `max_side`, the shorter side is resized to it, which
+    changes the pixels.
     """
     file = parsed(_as_bytes(data), decoding.max_pixels)
     orientation = _orientation_of(file, decoding)
@@ -363,7 +373,9 @@ def whole(
     frame = _decoded_frame(file, decoding, reduction, None)
     output = output_of(frame, decoding.mode, file)
     size = file.size if reduction and file.size else (frame.height, frame.width)
-    planes = _tools.whole(frame, output, max_side)
+    planes = _tools.whole(frame, output, max_side, is_cropped=is_cropped)
+    if planes is None:
+        return None
     return WholeImage(*planes, orientation.seen_size(size), orientation, output)
 
 

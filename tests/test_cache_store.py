@@ -21,9 +21,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2 import ToImage
 
-from spdl_torch import Cache, CacheDirectoryError, DataLoader
+from spdl_torch import Cache, CacheDirectoryError, DataLoader, ImageLoader
 from spdl_torch._cache import _space, _store
 from spdl_torch._cache._codec import decoded, encoded, joined
 from spdl_torch._cache._levels import VALUE
@@ -762,7 +765,7 @@ def test_child_restarted_after_clear(folder):
     loader = loader_of(Cache("1MB", directory=folder, token="1"), num_workers=2)
     batches = iter(loader)
     rows = [next(batches)]
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # The children may add files meanwhile.
     for process in multiprocessing.active_children():
         if process.name.startswith("spdl_torch"):
             process.kill()
@@ -930,6 +933,22 @@ def test_codec_returns_what_it_took():
         assert torch.equal(back.pop("image"), value["image"])
         assert back.pop("empty").shape == (0,)
         assert back == {"name": "a", "label": 3}
+
+
+def test_directory_keeps_nothing_of_objects(tmp_path):
+    """A directory has no entries that only an object of this run could tell from others."""
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for number in range(4):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "images" / "a" / f"{number}.png")
+    load_image = ImageLoader(8)
+    load_image.note = object()
+    dataset = ImageFolder(tmp_path / "images", loader=load_image, transform=ToImage())
+    cache = Cache("1MB", directory=tmp_path / "cache", token="1")
+    for _ in range(2):
+        images, _ = next(iter(DataLoader(dataset, batch_size=4, cache=cache, fuse=False)))
+        assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    levels = [json.loads((f / "about.json").read_text()) for f in spaces_in(tmp_path / "cache")]
+    assert [about.get("level") for about in levels] == ["raw"]
 
 
 # -- memory is given back -------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class _FolderParts(Parts):
             return _fingerprint("images", used, self._max_side, sizes)
         what = loader.head if isinstance(loader, FusedLoader) else vars(loader)
         transforms = [_plain(step) for step in self._chain[: self._num_first]]
-        return _fingerprint("resized", _plain(what), decoding, transforms)
+        return _fingerprint("resized", what, decoding, transforms)
 
     def identity(self, index: Any) -> Any:
         return _identity_of_file(self._dataset.samples[index][0])

@@ -129,11 +129,19 @@ class Cache:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             free, what = free_memory() // ranks, "memory"
         size = min(int(_SHARE * free), self.max_bytes or free)
-        _logger.info(
-            "cache: up to %s, half of what is free of %s. Set max_bytes to change it.",
-            size_text(size),
-            what,
-        )
+        if directory is None and self.directory is not None:
+            _logger.warning(
+                "cache: up to %s in memory and not in %s, because nothing tells another run what "
+                "the dataset returns. Pass a token to Cache, and change it with the dataset.",
+                size_text(size),
+                self.directory,
+            )
+        else:
+            _logger.info(
+                "cache: up to %s, half of what is free of %s. Set max_bytes to change it.",
+                size_text(size),
+                what,
+            )
         return size
 
     # A loader may be copied, and its copy uses the same cache. In another process it is empty.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -53,8 +52,6 @@ class Parts:
 
         None: it must not be kept.
         """
-        if hasattr(index, "__index__"):  # An integer of NumPy or torch too.
-            index = operator.index(index)
         return ("index", index) if _is_plain(index) else None
 
     def pack(self, raw: Any) -> Any:

@@ -84,6 +84,7 @@ class SampleCache:
         fingerprint = parts.value_fingerprint or parts.raw_fingerprint
         is_shared = cache.directory is not None and fingerprint is not None
         self._directory = str(cache.directory) if is_shared else None
+        self._lacks_token = cache.directory is not None and not is_shared
         self._is_known = parts.is_known
         self._store = store = cache.store(in_directory=is_shared)
         raw = value = None
@@ -172,6 +173,8 @@ class SampleCache:
         if level == "sample" and not self._is_known:
             what += " that draw nothing"
         where = f"in {self._directory}" if self._directory else "in memory"
+        if self._lacks_token:
+            where += ", because a directory needs a token for this dataset"
         return f"Cache: {what}, up to {size_text(self._store.max_bytes)} {where}."
 
 
@@ -190,7 +193,10 @@ def _checked(
         "decoded": "no image before random transforms is known in it",
         "sample": "it has random transforms",
     }[level]
-    raise ValueError(f'cache level "{level}" is not possible for {name}: {why}. Use level={can}.')
+    advice = f"Use level={can}."
+    if level == "raw":
+        advice += " fuse=True or an ImageLoader gives a folder of images a load stage."
+    raise ValueError(f'cache level "{level}" is not possible for {name}: {why}. {advice}')
 
 
 def _space(

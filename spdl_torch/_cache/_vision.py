@@ -50,7 +50,9 @@ def _identity_of_file(path: Any) -> Any:
         status = os.stat(path)  # noqa: PTH116 (takes a third of the time)
     except OSError:
         return None  # To load it raises the error that it raises without a cache.
-    return "file", os.fspath(path), status.st_size, status.st_mtime_ns
+    # Another run may have another working directory.
+    path = os.path.abspath(path)  # noqa: PTH100 (takes a third of the time)
+    return "file", path, status.st_size, status.st_mtime_ns
 
 
 class _FolderParts(Parts):

@@ -759,6 +759,20 @@ def test_directory_removed_during_run(folder, method, persistent):
     loader.close()
 
 
+def test_rest_of_removed_directory_is_used(folder):
+    """What a writer leaves in a directory while it is removed does not make it unusable."""
+    cache = Cache("1MB", directory=folder, token="1")
+    loader = loader_of(cache)
+    assert_right(loader, loader.dataset)
+    space = spaces_in(folder)[0]
+    for path in [*folder.iterdir(), *space.iterdir()]:
+        if path.is_file() and not path.name.startswith("data"):
+            path.unlink()
+    for _ in range(2):
+        assert_right(loader, loader.dataset)
+    assert loader.stats().cache.num_misses == 0
+
+
 @pytest.mark.children
 def test_child_restarted_after_clear(folder):
     """A child that takes the place of one that died starts although the cache was cleared."""

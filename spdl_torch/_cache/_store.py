@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from ._space import (
 _MARKER: Final = "spdl_torch_cache.json"
 _ABOUT, _USAGE = "about.json", "usage"
 _TEMPORARY: Final = ".new-"
+_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}.*|[0-9a-f]{{24}}-\d+")
+"""The names of spaces."""
 
 
 class CacheDirectoryError(OSError):
@@ -141,8 +144,9 @@ def _used_as_cache(directory: Path) -> Iterator[None]:
 def _prepare(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if not is_cache(directory):
-        # Another process may do the same now.
-        others = [path for path in directory.iterdir() if not path.name.startswith(_TEMPORARY)]
+        # Another process may do the same now. And if the directory is removed while a loader writes
+        # to it, a space may be left.
+        others = [path for path in directory.iterdir() if not _OURS.fullmatch(path.name)]
         if others and not is_cache(directory):
             raise CacheDirectoryError(
                 f"{directory} is not empty and is no cache of spdl_torch. "

@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset
@@ -557,3 +559,25 @@ def test_ranks_share_a_directory(tmp_path):
     assert set(made) == set(range(64))
     assert len(made) <= 64 + 2 * 2 * 2 * 8
     assert len([*(tmp_path / "cache").glob("*/data-*")]) == 1
+
+
+def test_full_cache_decodes_as_without(tmp_path, monkeypatch):
+    """An image that has no room is decoded as without a cache: only as far as its crop needs."""
+    (tmp_path / "photos").mkdir()
+    for number in range(64):
+        pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+        PIL.Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:02}.jpg")
+    dataset = ImageFolder(tmp_path, loader=ImageLoader(8, crop="random"))
+    loader = DataLoader(dataset, batch_size=8, cache=Cache("130kB", level="decoded"))
+    list(loader)
+    whole = []
+    decode_whole = ImageLoader.decode_whole
+    monkeypatch.setattr(
+        ImageLoader, "decode_whole", lambda *a, **k: whole.append(a) or decode_whole(*a, **k)
+    )
+    for _ in range(2):
+        list(loader)
+        stats = loader.stats().cache
+        assert stats.num_hits >= 32
+        assert stats.num_misses > 0
+    assert len(whole) <= 2  # What was left of the room.

@@ -129,6 +129,10 @@ class Entries:
                 entry = raw.get(key)
         return entry
 
+    def has_room_for_value(self, key: bytes | None) -> bool:
+        value = self.levels.value
+        return key is not None and value is not None and self._has_room(key, value)
+
     def packed(self, parts: Parts, raw: Any) -> Packed:
         """Return the raw form of a sample as it lies in the cache. None: it cannot be there.
 
@@ -152,7 +156,7 @@ class Entries:
 
     def keep_value(self, fresh: Fresh, packed: Packed, value: Any, seconds: float) -> None:
         key = fresh.key
-        if key is None or self.levels.value is None or not self._has_room(key, self.levels.value):
+        if key is None or self.levels.value is None or not self.has_room_for_value(key):
             return
         buffers = encoded(value, is_shared=self._is_shared)
         if buffers is None:
@@ -196,9 +200,10 @@ class Entries:
         num_samples, num_entries = self.levels.num_samples, space.num_entries
         if num_samples == 0 or num_entries < _MIN_ENTRIES:
             return True
-        others = self._store.usage.num_bytes - space.end
-        expected = max(1.0, num_samples * space.end / num_entries)
-        share = (self._store.max_bytes - others) / expected
+        used, mean = self._store.usage.num_bytes, space.end / num_entries
+        if used + mean > self._store.max_bytes:
+            return False
+        share = (self._store.max_bytes - used + space.end) / max(1.0, num_samples * mean)
         return int.from_bytes(key[8:], "little") < share * (1 << 64)
 
     def _put(self, space: Space, key: bytes, kind: int, buffers: Sequence[Any] | None) -> None:

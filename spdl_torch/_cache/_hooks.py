@@ -47,6 +47,9 @@ class CachedPreprocess:
         if entries.levels.value is None or entries.levels.level == "raw":
             entries.keep_raw(sample.key, self._packed(sample))
             return parts.make(sample.index, sample.raw)
+        # What is not to be kept is made as without a cache, which may take less time.
+        if parts.is_known and not entries.has_room_for_value(sample.key):
+            return parts.make(sample.index, sample.raw)
         return self._from_fresh(sample)
 
     def from_kept(self, sample: Kept) -> Any:

@@ -162,7 +162,7 @@ def check(dataset, level, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("place", "level", "name"), sampled_product(FEW_PLACES, LEVELS, LOADERS, every=13)
+    ("place", "level", "name"), sampled_product(FEW_PLACES, LEVELS, LOADERS, every=13, step=7)
 )
 def test_image_loaders_have_same_bits(root, place, level, name):
     """Images of an `ImageLoader` are the same with a cache."""
@@ -171,7 +171,7 @@ def test_image_loaders_have_same_bits(root, place, level, name):
 
 @pytest.mark.parametrize(
     ("place", "fuse", "level", "name"),
-    sampled_product(FEW_PLACES, [False, True, "exact"], LEVELS, CHAINS, every=23),
+    sampled_product(FEW_PLACES, [False, True, "exact"], LEVELS, CHAINS, every=23, step=7),
 )
 def test_chains_have_same_bits(root, place, fuse, level, name):
     """Images of torchvision's transforms are the same with a cache, fused or not."""

@@ -37,9 +37,14 @@ def sampled(values: Iterable[Any], every: int) -> list[Any]:
     ]
 
 
-def sampled_product(*axes: Iterable[Any], every: int) -> list[Any]:
-    """Return all combinations of the axes; the default tier runs the first of every so many."""
+def sampled_product(*axes: Iterable[Any], every: int, step: int = 1) -> list[Any]:
+    """Return combinations of the axes; the default tier runs the first of every so many.
+
+    With a `step`, the exhaustive tier has one of so many. A step that divides the length of no axis
+    meets every value.
+    """
     return [
         pytest.param(*row, marks=[pytest.mark.exhaustive] if place % every else [])
         for place, row in enumerate(itertools.product(*axes))
+        if place % every == 0 or place % step == 0
     ]
